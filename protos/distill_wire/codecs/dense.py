@@ -1,0 +1,47 @@
+"""All logits, as bfloat16: the reference the other codecs are measured against.
+
+2V bytes a position, good for every loss and temperature; for tests, evaluation and
+small vocabularies. On the wire `logits` bfloat16 [N, V], before the temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from distill_wire.codecs.base import check_no_nan, take
+from distill_wire.types import CodecId, TargetSpec
+
+
+class DenseCodec:
+    """`dense`: every logit."""
+
+    id = CodecId.DENSE
+    name = "dense"
+
+    def check(self, spec: TargetSpec, *, vocab_size: int) -> None:
+        """Everything is allowed: the loss applies the temperature."""
+
+    def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int) -> int:
+        """2V."""
+        return 2 * vocab_size
+
+    def encode(self, logits_NV: Tensor, spec: TargetSpec) -> dict[str, Tensor]:
+        """Round to bfloat16; the temperature is left to the loss, which knows the logits."""
+        return {"logits": logits_NV.bfloat16()}
+
+    def decode(
+        self,
+        tensors: Mapping[str, Tensor],
+        spec: TargetSpec,
+        *,
+        vocab_size: int,
+        num_positions: int,
+    ) -> dict[str, Tensor]:
+        """Give `logits` as they came, bfloat16 [N, V]; the loss widens one chunk at a time."""
+        shape = (num_positions, vocab_size)
+        logits_NV = take(tensors, "logits", dtype=torch.bfloat16, shape=shape)
+        check_no_nan(logits_NV, "logits")
+        return {"logits": logits_NV}

@@ -1,0 +1,197 @@
+"""The values both ends speak in; frozen, and checked where they are made.
+
+Shapes: R = rows of a request, T = tokens of all rows back to back, N = positions
+wanted (set bits of the position mask), V = vocabulary, L = layers.
+Depends on: numpy. Knows nothing of protobuf, torch or sockets.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from distill_wire.errors import RequestInvalid
+
+IGNORE_INDEX = -100
+"""Label of a position that is not supervised, the convention of torch and transformers."""
+
+Int32Array = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class CodecId(enum.IntEnum):
+    """The codecs; equal to enum `Codec` of the IDL, which a test holds."""
+
+    TOPK = 1
+    DENSE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSpec:
+    """What a student wants to know about each wanted position.
+
+    Attributes:
+        codec: how the distribution is compressed.
+        temperature: divisor of the logits, > 0, applied by the teacher, once.
+        top_k: entries kept per position; only for `CodecId.TOPK`.
+        hidden_layers: layers whose states are wanted; 0 is the embedding output.
+    """
+
+    codec: CodecId
+    temperature: float = 1.0
+    top_k: int = 0
+    hidden_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (self.temperature > 0 and np.isfinite(self.temperature)):
+            raise RequestInvalid(f"temperature must be a finite number > 0, got {self.temperature}")
+        if self.codec is CodecId.TOPK and self.top_k < 1:
+            raise RequestInvalid(f"codec topk needs top_k >= 1, got {self.top_k}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoreRequest:
+    """One micro-batch of token rows, without padding.
+
+    Attributes:
+        request_id: names the micro-batch in logs and errors.
+        token_ids_T: int32, the rows back to back.
+        row_lengths_R: int32, tokens of each row; their sum is T.
+        position_mask_T: True at input position t asks for the distribution of token t + 1.
+        target: codec, temperature and options.
+        expected_weights_fingerprint: "" = not checked.
+    """
+
+    request_id: str
+    token_ids_T: Int32Array
+    row_lengths_R: Int32Array
+    position_mask_T: BoolArray
+    target: TargetSpec
+    expected_weights_fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        num_tokens = int(self.token_ids_T.shape[0])
+        if len(self.row_lengths_R) == 0:
+            raise RequestInvalid(f"request {self.request_id} holds no rows; send at least one")
+        for row, length in enumerate(self.row_lengths_R.tolist()):
+            if length < 1:
+                raise RequestInvalid(
+                    f"row {row} of request {self.request_id} is empty; a row needs at least 1 token"
+                )
+        total = int(self.row_lengths_R.sum(dtype=np.int64))
+        if total != num_tokens:
+            raise RequestInvalid(
+                f"request {self.request_id} holds {num_tokens} token ids but its row lengths "
+                f"add up to {total}"
+            )
+        if self.position_mask_T.shape[0] != num_tokens:
+            raise RequestInvalid(
+                f"request {self.request_id} holds {num_tokens} token ids but its position mask "
+                f"covers {self.position_mask_T.shape[0]}"
+            )
+        ends_R = np.cumsum(self.row_lengths_R, dtype=np.int64) - 1
+        wanted_last_R = self.position_mask_T[ends_R]
+        if wanted_last_R.any():
+            row = int(np.argmax(wanted_last_R))
+            raise RequestInvalid(
+                f"row {row} of request {self.request_id} asks for its last position "
+                f"{int(self.row_lengths_R[row]) - 1}, which has no next token; "
+                f"the mask may cover positions 0..{int(self.row_lengths_R[row]) - 2}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, T."""
+        return int(self.token_ids_T.shape[0])
+
+    @property
+    def num_positions(self) -> int:
+        """Wanted positions, N."""
+        return int(self.position_mask_T.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitTransform:
+    """What a model does to head(hidden) before the softmax.
+
+    Attributes:
+        scale: factor of the logits; 1 = none (Cohere `logit_scale`, Granite 1 / `logits_scaling`).
+        softcap: c of c * tanh(logits / c), after the scale; 0 = none (Gemma).
+    """
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one request may ask of a teacher."""
+
+    max_request_tokens: int
+    """Tokens of all rows of one request."""
+
+    max_row_tokens: int
+    """Tokens of one row; at most the model's positions."""
+
+    max_top_k: int
+    """Entries per position of the topk codec."""
+
+    max_answer_bytes: int
+    """Bytes of one answer's frame, known before anything is computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherDescription:
+    """Who a teacher is: the handshake.
+
+    Attributes:
+        wire_version: of the server.
+        model_id: hub id or folder name the teacher was started with.
+        revision: hub commit, or "".
+        weights_fingerprint: hash over every weight, see `handshake`.
+        token_map_fingerprint: hash over the id-to-token map, "" without a tokenizer.
+        head_rows: rows of the output head, padding included.
+        vocab_size: real tokens V; every distribution is over ids below it.
+        hidden_size: width D.
+        num_layers: L.
+        logit_transform: soft-cap and scale between head and softmax.
+        dtype: of the weights, such as "bfloat16".
+        attention_implementation: the kernel in use.
+        codecs: what `Score` may be asked for.
+        limits: of one request.
+        queue_tokens: tokens waiting when this was said.
+        queue_requests: requests waiting when this was said.
+        token_map: tokens in order of id; only when asked for.
+    """
+
+    wire_version: int
+    model_id: str
+    revision: str
+    weights_fingerprint: str
+    token_map_fingerprint: str
+    head_rows: int
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    logit_transform: LogitTransform
+    dtype: str
+    attention_implementation: str
+    codecs: tuple[CodecId, ...]
+    limits: Limits
+    queue_tokens: int = 0
+    queue_requests: int = 0
+    token_map: tuple[str, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Where a request's time went on the server, in seconds, and in what company it ran."""
+
+    queue_s: float = 0.0
+    forward_s: float = 0.0
+    encode_s: float = 0.0
+    batch_tokens: int = 0
+    batch_requests: int = 0
