@@ -1,0 +1,144 @@
+"""`student-trainer`: the commands, their files and flags, and how errors end a run.
+
+    student-trainer train --config recipe.yaml --any_field value
+    student-trainer demo --output_dir out/demo
+
+A user's mistake (a config key, a missing file, a teacher that is not there) is one line
+on stderr and exit code 2; anything else keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+USAGE = """usage: student-trainer COMMAND [options]
+
+  train   distil a student: --config recipe.yaml --any_field value
+  demo    a real teacher over gRPC and two FSDP ranks learning from it, on this machine
+
+student-trainer COMMAND --help lists a command's options."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and give the process's exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments.pop(0) if arguments else "--help"
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if command == "--version":
+        print(version("teacher-serving"))
+        return 0
+    commands = {"train": _train, "demo": _demo}
+    if command not in commands:
+        return _fail(f"command {command!r} is unknown; there are {', '.join(commands)}")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    return commands[command](arguments)
+
+
+def _train(arguments: list[str]) -> int:
+    from distill_wire.errors import DistillError
+
+    try:
+        args, model_args, data_args, launch = parse_train_config(arguments)
+        if "LOCAL_RANK" not in os.environ and (args.fsdp or (launch.num_processes or 1) > 1):
+            _replace_by_torchrun(launch.num_processes or 1, arguments)
+        from student_trainer.app import train
+
+        train(args, model_args, data_args)
+    except (ValueError, OSError, DistillError) as exc:
+        if os.environ.get("DISTILL_TRACEBACK"):
+            raise
+        return _fail(f"{type(exc).__name__}: {exc}")
+    return 0
+
+
+def _replace_by_torchrun(num_processes: int, arguments: list[str]) -> NoReturn:
+    """Become torchrun, which starts this command once per rank. FSDP needs it even for one."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    # One thread a rank is torchrun's own default; on CPUs the ranks share the cores fairly.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    sys.stdout.flush()
+    os.execv(
+        sys.executable, [sys.executable, *launcher, "-m", "student_trainer", "train", *arguments]
+    )
+
+
+def _demo(arguments: list[str]) -> int:
+    parser = ArgumentParser(prog="student-trainer demo")
+    parser.add_argument("--output_dir", type=Path, default=Path("out/demo"))
+    parser.add_argument("--config", type=Path, default=Path("deploy/recipes/demo.yaml"))
+    parser.add_argument("--max_steps", type=int, default=None, help="fewer steps than the recipe")
+    from student_trainer.demo import run_demo
+
+    return run_demo(**vars(parser.parse_args(arguments)))
+
+
+def parse_train_config(arguments: Sequence[str]) -> tuple[Any, ...]:
+    """Give the training, model, data and launch configuration of `train`.
+
+    Raises:
+        ValueError: as `parse_config`.
+    """
+    from student_trainer.config import DataConfig, DistillationConfig, LaunchConfig, ModelConfig
+
+    return parse_config((DistillationConfig, ModelConfig, DataConfig, LaunchConfig), arguments)
+
+
+def parse_config(types: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, ...]:
+    """Fill dataclasses from `--config file.yaml` and flags; flags win.
+
+    Raises:
+        ValueError: the file or a flag names a field that does not exist, or a value is
+            refused by its dataclass.
+    """
+    import yaml
+    from transformers import HfArgumentParser
+
+    config_parser = ArgumentParser(add_help=False)
+    config_parser.add_argument("--config", type=Path)
+    known, rest = config_parser.parse_known_args(list(arguments))
+    parser = HfArgumentParser(
+        list(types),
+        prog="student-trainer train",
+        description="--config FILE.yaml may set any of these fields; flags win over the file.",
+    )
+    fields = {field.name for kind in types for field in dataclasses.fields(kind) if field.init}
+    if known.config is not None:
+        values = yaml.safe_load(known.config.read_text(encoding="utf-8")) or {}
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"{known.config} holds {type(values).__name__}, expected key: value lines"
+            )
+        unknown = sorted(set(values) - fields)
+        if unknown:
+            raise ValueError(
+                f"{known.config} has unknown keys {', '.join(unknown)}; "
+                f"student-trainer train --help lists the fields"
+            )
+        parser.set_defaults(**values)
+    for action in parser._actions:
+        if action.dest == "resume_from_checkpoint":
+            action.nargs, action.const = "?", "last"
+    *parsed, extra = parser.parse_args_into_dataclasses(
+        rest, return_remaining_strings=True, look_for_args_file=False
+    )
+    if extra:
+        raise ValueError(
+            f"unknown arguments {' '.join(extra)}; student-trainer train --help lists the fields"
+        )
+    return tuple(parsed)
+
+
+def _fail(message: str) -> int:
+    print(f"student-trainer: {message}", file=sys.stderr)
+    return 2

@@ -1,0 +1,52 @@
+"""Makes a causal LM compute its distillation loss inside its own forward.
+
+Under FSDP2 the parameters of the root are whole only while the root's forward runs; a
+head called from outside it sees sharded DTensors. So the loss is not computed from the
+model's output: the causal LM gets a forward that, given a `DistillationBatch`, runs
+trunk and objective and returns the loss. Without one it is the forward it was, so
+generation and saving do not change. PEFT passes unknown keyword arguments through,
+so the same binding serves a bare model and one with adapters, under DDP, FSDP2 or none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from distill_wire.causal_lm import check_parts, split_causal_lm
+from student_trainer.objective import DistillationBatch, compute_objective
+
+
+def bind_distillation_forward(model: Any) -> None:
+    """Replace the forward of a causal LM, or of the one inside a PEFT model, in place.
+
+    Raises:
+        ValueError: the model cannot be taken apart into trunk and head, or does
+            something to its logits that would be skipped.
+    """
+    causal_lm: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    parts = split_causal_lm(causal_lm)
+    device = next(causal_lm.parameters()).device
+    was_training = causal_lm.training
+    causal_lm.eval()
+    check_parts(causal_lm, parts, device=device)
+    causal_lm.train(was_training)
+    original_forward = causal_lm.forward
+
+    def forward(*args: Any, distillation: DistillationBatch | None = None, **kwargs: Any) -> Any:
+        if distillation is None:
+            return original_forward(*args, **kwargs)
+        for unused in ("labels", "output_hidden_states", "output_attentions"):
+            kwargs.pop(unused, None)
+        hidden_BTD: Tensor = parts.trunk(*args, use_cache=False, **kwargs).last_hidden_state
+        return compute_objective(hidden_BTD, parts, distillation)
+
+    causal_lm.forward = forward
+
+
+def real_vocab_size(model: Any, num_tokens: int) -> int:
+    """Give the student's real vocabulary: head rows, or the tokenizer's ids if fewer."""
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head_rows = split_causal_lm(causal_lm).head_rows
+    return min(head_rows, num_tokens) if num_tokens else head_rows

@@ -1,0 +1,1 @@
+"""Where targets come from: a teacher behind a URL, or one in this process."""

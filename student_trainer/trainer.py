@@ -1,0 +1,276 @@
+"""A Hugging Face `Trainer` that learns from a teacher elsewhere.
+
+What it changes of `Trainer`, and why, in the order of a step:
+
+    get_batch_samples      draws micro-batches ahead and sends each to the teacher
+    _get_num_items_in_batch  counts supervised positions over ranks and accumulation
+    compute_loss           waits for the answer, runs the student with the loss inside
+    log                    adds the step's parts: losses, waits, bytes, tokens/s
+    evaluation_loop        held-out CE, KL to the teacher and top-1 agreement
+
+Everything else (FSDP2, DDP, accumulation, checkpoints, resume, callbacks, loggers) is
+the library's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from peft import PeftConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from distill_wire.handshake import check_vocabulary, token_map_of
+from distill_wire.targets import TeacherTarget
+from distill_wire.types import TargetSpec
+from student_trainer.collator import ROWS, DistillationCollator
+from student_trainer.config import DistillationConfig
+from student_trainer.evaluation import per_row_sums, summarise
+from student_trainer.metrics import StepMetrics
+from student_trainer.objective import DistillationBatch, ObjectiveConfig
+from student_trainer.parallel import keep_losses_in_fp32, present_cpu_ranks_for_fsdp
+from student_trainer.progress import DistillationProgress
+from student_trainer.student_forward import bind_distillation_forward, real_vocab_size
+from student_trainer.teachers.prefetch import PENDING, Prefetcher, PrefetchingLoader
+from student_trainer.teachers.source import TeacherSource
+
+logger = logging.getLogger(__name__)
+
+
+class DistillationTrainer(Trainer):
+    """Trains a causal LM on the distributions of a teacher."""
+
+    args: DistillationConfig
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: DistillationConfig,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: PeftConfig | None = None,
+        teacher: TeacherSource | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        """Build a trainer and shake hands with the teacher.
+
+        Args:
+            model: the student, a causal LM or a PEFT model around one.
+            args: training arguments.
+            train_dataset: rows with `input_ids`, `labels` and optionally `sample_id`.
+            eval_dataset: the same, held out.
+            processing_class: the student's tokenizer; its map is compared with the teacher's.
+            peft_config: wraps the model in adapters.
+            teacher: where targets come from; None = cross-entropy only. It is connected
+                here and closed by `close`.
+            callbacks: as in `Trainer`.
+
+        Raises:
+            ValueError: the model cannot compute its loss in chunks.
+            DistillError: the teacher cannot be reached or is another one than needed.
+        """
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+        bind_distillation_forward(model)
+        tokens = token_map_of(processing_class) if processing_class is not None else ()
+        self.teacher = teacher
+        self._student_tokens = tokens
+        self._vocab_size = real_vocab_size(model, len(tokens))
+        self._prefetcher: tuple[Iterator[Any], Prefetcher] | None = None
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=DistillationCollator(pad_token_id=_pad_token_id(processing_class)),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+        )
+        # The loss is divided by the global count here, so `Trainer` must not divide again.
+        self.model_accepts_loss_kwargs = True
+        self.step_metrics = StepMetrics(device=args.device)
+        if self.pop_callback(ProgressCallback):
+            self.add_callback(DistillationProgress)
+        if teacher is not None:
+            self._shake_hands(teacher)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Build the accelerator; FSDP2 also on CPU, with the loss kept in fp32."""
+        present_cpu_ranks_for_fsdp(self.args)
+        super().create_accelerator_and_postprocess()
+        keep_losses_in_fp32(self.accelerator)
+
+    def close(self) -> None:
+        """Close the teacher."""
+        if self.teacher is not None:
+            self.teacher.close()
+
+    def _shake_hands(self, teacher: TeacherSource) -> None:
+        description = teacher.connect()
+        endpoint = self.args.teacher_url or description.model_id
+        if self.args.teacher_check_token_map:
+            differs = description.token_map_fingerprint and self._student_tokens
+            check_vocabulary(
+                description,
+                endpoint=endpoint,
+                student_tokens=self._student_tokens,
+                student_vocab_size=self._vocab_size,
+                teacher_tokens=teacher.token_map() if differs else (),
+            )
+        logger.info("teacher at %s: %s", endpoint, description)
+
+    # ---- a training step ----
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Take the step's micro-batches; requests for later ones are under way already."""
+        self.step_metrics.begin_step()
+        if self.teacher is not None:
+            # One prefetcher an epoch: the trainer makes a new iterator for each.
+            if self._prefetcher is None or self._prefetcher[0] is not epoch_iterator:
+                spec = self.args.train_target_spec()
+                self._prefetcher = epoch_iterator, self._prefetch(epoch_iterator, spec)
+            epoch_iterator = self._prefetcher[1]
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _prefetch(self, batches: Iterator[Any], target: TargetSpec) -> Prefetcher:
+        assert self.teacher is not None
+        depth = self.args.teacher_prefetch
+        return Prefetcher(batches, source=self.teacher, target=target, depth=depth)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+        # Own count: releases of transformers differ on whether position 0 is counted.
+        local = torch.tensor(sum(len(batch["positions"]) for batch in batch_samples), device=device)
+        total: Tensor = self.accelerator.gather(local.reshape(1)).sum()
+        return total.clamp_min(1)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Compute this rank's share of the global mean, times the number of ranks.
+
+        Gradients are averaged over ranks afterwards, which takes the factor back out.
+        """
+        if num_items_in_batch is None:
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        target = self._await_target(inputs)
+        outputs = self._run_student(model, inputs, target, num_items=num_items_in_batch)
+        self.step_metrics.add_losses(outputs)
+        self.step_metrics.add_rows(inputs[ROWS], inputs["position_rows"])
+        loss = outputs["loss"] * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def _await_target(self, inputs: dict[str, Any]) -> TeacherTarget | None:
+        pending = inputs.pop(PENDING, None)
+        if pending is None:
+            return None
+        start = time.perf_counter()
+        scored = pending.result()
+        self.step_metrics.add_answer(scored, wait_s=time.perf_counter() - start)
+        target: TeacherTarget = scored.target.to(self.args.device)
+        return target
+
+    def _run_student(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        target: TeacherTarget | None,
+        *,
+        num_items: Tensor | int,
+        is_evaluation: bool = False,
+    ) -> dict[str, Tensor]:
+        args = self.args
+        if target is not None and target.num_positions != len(inputs["positions"]):
+            raise ValueError(
+                f"the teacher answered {target.num_positions} positions, the micro-batch has "
+                f"{len(inputs['positions'])}: samples {', '.join(inputs[ROWS].sample_ids)}"
+            )
+        batch = DistillationBatch(
+            positions_N=inputs["positions"],
+            gold_ids_N=inputs["gold_ids"],
+            target=target,
+            num_items=num_items,
+            config=ObjectiveConfig(
+                alpha_kd=args.alpha_kd,
+                alpha_ce=args.alpha_ce,
+                beta=0.0 if is_evaluation else args.beta,
+                chunk_positions=args.loss_chunk_positions,
+                vocab_size=self._vocab_size,
+            ),
+        )
+        outputs: dict[str, Tensor] = model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            distillation=batch,
+        )
+        return outputs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the step's parts when `Trainer` logs a training step."""
+        if "loss" in logs and "grad_norm" in logs:
+            logs |= self.step_metrics.reduce(self.accelerator)
+        super().log(logs, start_time)
+
+    # ---- evaluation ----
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate: mean per supervised token over the whole held-out set, all ranks."""
+        if self.teacher is not None:
+            spec = self.args.eval_target_spec()
+            dataloader = PrefetchingLoader(
+                dataloader, lambda batches: self._prefetch(batches, spec)
+            )
+        output = super().evaluation_loop(
+            dataloader, description, False, ignore_keys, metric_key_prefix
+        )
+        metrics = summarise(cast(Any, output.predictions), has_teacher=self.teacher is not None)
+        loss = self.args.alpha_ce * metrics["ce"] + self.args.alpha_kd * metrics.get("kl", 0.0)
+        metrics["loss"] = loss
+        named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(
+            predictions=output.predictions,
+            label_ids=None,
+            metrics={**(output.metrics or {}), **named},
+            num_samples=output.num_samples,
+        )
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[None, Tensor, None]:
+        """Give sums per row, which `Trainer` gathers and trims of repeated samples."""
+        pending = inputs.pop(PENDING, None)
+        target = pending.result().target.to(self.args.device) if pending is not None else None
+        inputs = self._prepare_inputs(inputs)
+        num_rows = len(inputs["input_ids"])
+        with torch.no_grad():
+            outputs = self._run_student(model, inputs, target, num_items=1, is_evaluation=True)
+        return None, per_row_sums(outputs, inputs["position_rows"], num_rows=num_rows), None
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
+    # Any valid id will do: padding is masked by length and never supervised.
+    pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    return int(pad_token_id) if pad_token_id is not None else 0
