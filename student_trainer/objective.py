@@ -13,13 +13,14 @@ Shapes: B = rows, T = padded length, N = supervised positions, V = real tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill_wire.causal_lm import CausalLMParts, head_function
+from distill_wire.causal_lm import CausalLMParts, transform_logits
 from distill_wire.targets import TeacherTarget
 from distill_wire.types import CodecId
 from student_trainer.losses import chunked_loss, generalized_jsd, log_buckets
@@ -85,7 +86,7 @@ def compute_objective(
     """
     config, target = batch.config, batch.target
     hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.positions_N)
-    head = head_function(parts, vocab_size=config.vocab_size)
+    head = _open_head(parts, hidden_ND, vocab_size=config.vocab_size)
 
     def chunk_loss(hidden_nD: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         logits_nV = head(hidden_nD)
@@ -107,6 +108,27 @@ def compute_objective(
         chunk_positions=config.chunk_positions,
     )
     return {"loss": loss, **values}
+
+
+def _open_head(
+    parts: CausalLMParts, hidden_ND: Tensor, *, vocab_size: int
+) -> Callable[[Tensor], Tensor]:
+    """Give hidden [n, D] -> fp32 logits [n, V], past the module hooks of FSDP2.
+
+    One empty call through the hooks gathers the head's weights and ends its turn in the
+    forward. The chunks then call `forward` itself: their gradients are taken at once, and a
+    hook would take that for the start of the backward pass and gather the layers, as often
+    as there are chunks, which differ from rank to rank.
+    """
+    with torch.no_grad():
+        parts.head(hidden_ND[:0])
+
+    def head(hidden_nD: Tensor) -> Tensor:
+        return transform_logits(
+            parts.head.forward(hidden_nD), parts.transform, vocab_size=vocab_size
+        )
+
+    return head
 
 
 def _buckets(logits_nV: Tensor, target: TeacherTarget, rows: slice) -> tuple[Tensor, Tensor]:

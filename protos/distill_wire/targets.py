@@ -98,6 +98,7 @@ def encode_positions(
     head: Callable[[Tensor], Tensor],
     spec: TargetSpec,
     chunk_tokens: int = HEAD_CHUNK_TOKENS,
+    name_position: Callable[[int], str] = "wanted position {}".format,
 ) -> dict[str, Tensor]:
     """Run head and codec over chunks of positions; [N, V] never exists.
 
@@ -107,12 +108,13 @@ def encode_positions(
         head: hidden [n, D] -> fp32 logits [n, V], real tokens only.
         spec: codec and temperature.
         chunk_tokens: positions whose logits exist at once.
+        name_position: names the n-th wanted position in an error.
 
     Returns:
         The codec's tensors and `entropy`, `gold_logprob`, on the same device.
 
     Raises:
-        TeacherFailed: a logit is NaN or +inf; the message counts wanted positions.
+        TeacherFailed: a logit is NaN or +inf; the message names the first position.
     """
     codec = CODECS[spec.codec]
     parts: dict[str, list[Tensor]] = {}
@@ -132,7 +134,7 @@ def encode_positions(
     if bad_N.any():
         raise TeacherFailed(
             f"the teacher's logits are not finite at {int(bad_N.sum())} of {len(bad_N)} wanted "
-            f"positions, first at wanted position {int(bad_N.nonzero()[0, 0])}; nothing was sent"
+            f"positions, first at {name_position(int(bad_N.nonzero()[0, 0]))}; nothing was sent"
         )
     return encoded
 
@@ -158,7 +160,11 @@ def write_target(
 
 
 def read_target(
-    frame: bytes | bytearray, request: ScoreRequest, *, vocab_size: int, weights_fingerprint: str
+    frame: bytes | bytearray | memoryview,
+    request: ScoreRequest,
+    *,
+    vocab_size: int,
+    weights_fingerprint: str,
 ) -> TeacherTarget:
     """Check an answer against what was asked and decode it.
 

@@ -6,10 +6,11 @@ teacher at the requested temperature, so the student can form a proper (k+1)-way
 distribution instead of silently renormalising. A tail cannot be rebuilt at another
 temperature afterwards, so neither end tries.
 
-On the wire, 6k + 4 bytes a position: `token_ids` int32 [N, K] by falling
-probability, `logprobs` float16 [N, K], `tail_logprob` float32 [N]. fp16 rounds a
-log-probability x by at most |x| / 2048; decoding normalises the k+1 entries, which
-undoes the sum of those roundings. -inf (a masked id) survives.
+On the wire, 8k + 4 bytes a position: `token_ids` int32 [N, K] by falling
+probability, `logprobs` float32 [N, K], `tail_logprob` float32 [N]. The values are
+sent as computed, so the loss is bit-equal to that of a teacher in the same process
+and does not move when a batch is cut differently; fewer bits would round two nearly
+equal answers apart. -inf (a masked id) survives.
 
 Source: Anshumann et al. 2025 (arXiv 2503.16870) on the bias of plain top-k.
 """
@@ -24,6 +25,9 @@ from torch import Tensor
 from distill_wire.codecs.base import check_no_nan, take
 from distill_wire.errors import FrameCorrupt, RequestInvalid
 from distill_wire.types import CodecId, TargetSpec
+
+LARGEST_SUM_ERROR = 1e-3
+"""How far log(top-k + tail) may be from 0; fp32 sums over 262k ids stay under 1e-4."""
 
 
 class TopKCodec:
@@ -41,8 +45,8 @@ class TopKCodec:
             )
 
     def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int) -> int:
-        """6k + 4."""
-        return 6 * spec.top_k + 4
+        """8k + 4."""
+        return 8 * spec.top_k + 4
 
     def encode(self, logits_NV: Tensor, spec: TargetSpec) -> dict[str, Tensor]:
         """Keep the k most likely ids; log-probabilities are over the whole vocabulary."""
@@ -55,7 +59,7 @@ class TopKCodec:
         tail_N = rest_NV.logsumexp(-1) - normaliser_N1.squeeze(-1)
         return {
             "token_ids": token_ids_NK.int(),
-            "logprobs": (kept_NK - normaliser_N1).half(),
+            "logprobs": (kept_NK - normaliser_N1).float(),
             "tail_logprob": tail_N.float(),
         }
 
@@ -67,10 +71,10 @@ class TopKCodec:
         vocab_size: int,
         num_positions: int,
     ) -> dict[str, Tensor]:
-        """Give `token_ids` int64 [N, K], `logprobs` and `tail_logprob` float32, normalised."""
+        """Give `token_ids` int64 [N, K], `logprobs` float32 [N, K], `tail_logprob` float32 [N]."""
         shape = (num_positions, spec.top_k)
         token_ids_NK = take(tensors, "token_ids", dtype=torch.int32, shape=shape)
-        logprobs_NK = take(tensors, "logprobs", dtype=torch.float16, shape=shape).float()
+        logprobs_NK = take(tensors, "logprobs", dtype=torch.float32, shape=shape)
         tail_N = take(tensors, "tail_logprob", dtype=torch.float32, shape=shape[:1])
         outside = (token_ids_NK < 0) | (token_ids_NK >= vocab_size)
         if outside.any():
@@ -81,12 +85,12 @@ class TopKCodec:
         check_no_nan(logprobs_NK, "logprobs")
         check_no_nan(tail_N, "tail_logprob")
         total_N = torch.cat([logprobs_NK, tail_N[:, None]], -1).logsumexp(-1)
-        if num_positions and (total_N.abs() > 0.01).any():
+        if num_positions and (total_N.abs() > LARGEST_SUM_ERROR).any():
             raise FrameCorrupt(
                 f"top-k and tail of a position add up to exp({total_N.abs().max():.3f}), expected 1"
             )
         return {
             "token_ids": token_ids_NK.long(),
-            "logprobs": logprobs_NK - total_N[:, None],
-            "tail_logprob": tail_N - total_N,
+            "logprobs": logprobs_NK,
+            "tail_logprob": tail_N,
         }

@@ -1,0 +1,1 @@
+"""The teacher: requests in, compressed targets out."""

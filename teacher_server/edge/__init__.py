@@ -1,0 +1,1 @@
+"""The only room that knows a protocol: gRPC for the data, HTTP for control."""

@@ -1,0 +1,1 @@
+"""The model: loading, forward, extraction. Knows no queue and no protocol."""
