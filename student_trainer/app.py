@@ -13,14 +13,11 @@ from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils.logging import disable_progress_bar
 
-from distill_wire.handshake import token_map_of
 from student_trainer.config import DataConfig, DistillationConfig, ModelConfig
 from student_trainer.data import load_supervised_dataset
 from student_trainer.parallel import parallelism_name
-from student_trainer.teachers.local import LocalTeacher
-from student_trainer.teachers.remote import RemoteTeacher
-from student_trainer.teachers.source import TeacherSource
 from student_trainer.trainer import DistillationTrainer
 
 logger = logging.getLogger(__name__)
@@ -36,6 +33,8 @@ def train(args: DistillationConfig, model_args: ModelConfig, data_args: DataConf
         ValueError: a required field is missing or does not fit.
         DistillError: the teacher cannot be used.
     """
+    if args.process_index:
+        disable_progress_bar()
     if not model_args.model_name_or_path or not data_args.dataset_name:
         raise ValueError("model_name_or_path and dataset_name are required; set both")
     tokenizer = AutoTokenizer.from_pretrained(
@@ -54,7 +53,6 @@ def train(args: DistillationConfig, model_args: ModelConfig, data_args: DataConf
         ),
         processing_class=tokenizer,
         peft_config=lora_config(model_args),
-        teacher=build_teacher(args),
     )
     try:
         _run(trainer)
@@ -111,31 +109,6 @@ def lora_config(model_args: ModelConfig) -> LoraConfig | None:
         target_modules="all-linear" if modules == ["all-linear"] else modules,
         task_type="CAUSAL_LM",
     )
-
-
-def build_teacher(args: DistillationConfig) -> TeacherSource | None:
-    """Build the teacher the configuration names; nothing is connected yet."""
-    if args.teacher_url:
-        return RemoteTeacher(
-            args.teacher_url,
-            num_threads=args.teacher_prefetch + 1,
-            connect_timeout_s=args.teacher_connect_timeout_s,
-            ready_timeout_s=args.teacher_ready_timeout_s,
-            request_timeout_s=args.teacher_timeout_s,
-            max_outage_s=args.teacher_max_outage_s,
-        )
-    if args.teacher_model_name_or_path:
-        name, dtype = args.teacher_model_name_or_path, args.teacher_dtype
-        return LocalTeacher(
-            AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype if dtype == "auto" else getattr(torch, dtype)
-            ),
-            token_map=token_map_of(AutoTokenizer.from_pretrained(name)),
-            device=args.device,
-            is_sharded=args.world_size > 1,
-            head_chunk_tokens=args.loss_chunk_positions,
-        )
-    return None
 
 
 def _run(trainer: DistillationTrainer) -> None:

@@ -40,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {"train": _train, "demo": _demo}
     if command not in commands:
         return _fail(f"command {command!r} is unknown; there are {', '.join(commands)}")
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    _set_up_logging()
     return commands[command](arguments)
 
 
@@ -137,6 +136,13 @@ def parse_config(types: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, .
             f"unknown arguments {' '.join(extra)}; student-trainer train --help lists the fields"
         )
     return tuple(parsed)
+
+
+def _set_up_logging() -> None:
+    """Rank 0 speaks for all: the others only say what ends them."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    is_first = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("student_trainer").setLevel(logging.INFO if is_first else logging.ERROR)
 
 
 def _fail(message: str) -> int:

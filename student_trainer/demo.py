@@ -86,9 +86,10 @@ def _check_sources(arguments: list[str], *, teacher: Path) -> dict[str, Any]:
     """Send the first micro-batch through a remote and a local teacher and compare."""
     from transformers import AutoTokenizer
 
-    from student_trainer.app import build_teacher, load_data, load_student
+    from student_trainer.app import load_data, load_student
     from student_trainer.cli import parse_train_config
     from student_trainer.parity import compare_sources
+    from student_trainer.teachers.build import build_teacher
 
     args, model_args, data_args, _ = parse_train_config(arguments)
     local_arguments = ["--teacher_url", "", "--teacher_model_name_or_path", str(teacher)]

@@ -36,6 +36,7 @@ from student_trainer.objective import DistillationBatch, ObjectiveConfig
 from student_trainer.parallel import keep_losses_in_fp32, present_cpu_ranks_for_fsdp
 from student_trainer.progress import DistillationProgress
 from student_trainer.student_forward import bind_distillation_forward, real_vocab_size
+from student_trainer.teachers.build import build_teacher
 from student_trainer.teachers.prefetch import PENDING, Prefetcher, PrefetchingLoader
 from student_trainer.teachers.source import TeacherSource
 
@@ -68,8 +69,8 @@ class DistillationTrainer(Trainer):
             eval_dataset: the same, held out.
             processing_class: the student's tokenizer; its map is compared with the teacher's.
             peft_config: wraps the model in adapters.
-            teacher: where targets come from; None = cross-entropy only. It is connected
-                here and closed by `close`.
+            teacher: where targets come from, the one that `args` name by default. It is
+                connected here and closed by `close`.
             callbacks: as in `Trainer`.
 
         Raises:
@@ -80,7 +81,6 @@ class DistillationTrainer(Trainer):
             model = get_peft_model(model, peft_config)
         bind_distillation_forward(model)
         tokens = token_map_of(processing_class) if processing_class is not None else ()
-        self.teacher = teacher
         self._student_tokens = tokens
         self._vocab_size = real_vocab_size(model, len(tokens))
         self._prefetcher: tuple[Iterator[Any], Prefetcher] | None = None
@@ -98,8 +98,9 @@ class DistillationTrainer(Trainer):
         self.step_metrics = StepMetrics(device=args.device)
         if self.pop_callback(ProgressCallback):
             self.add_callback(DistillationProgress)
-        if teacher is not None:
-            self._shake_hands(teacher)
+        self.teacher = teacher or build_teacher(args)
+        if self.teacher is not None:
+            self._shake_hands(self.teacher)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the accelerator; FSDP2 also on CPU, with the loss kept in fp32."""

@@ -55,14 +55,12 @@ def split_causal_lm(model: Any) -> CausalLMParts:
             f"{type(model).__name__} cannot be taken apart into trunk and head; "
             f"a model loadable by AutoModelForCausalLM is expected"
         )
-    weight = getattr(head, "weight", None)
-    if weight is None:
-        weight = head.base_layer.weight  # a LoRA layer around the head
     return CausalLMParts(
         trunk=trunk,
         head=head,
         transform=logit_transform_of(model.config),
-        head_rows=int(weight.shape[0]),
+        # Adapters of PEFT around a head pass its weight on.
+        head_rows=int(head.weight.shape[0]),
     )
 
 
@@ -110,7 +108,9 @@ def check_parts(model: Any, parts: CausalLMParts, *, device: torch.device) -> No
     expected = model(input_ids=token_ids, use_cache=False).logits.float()
     hidden = parts.trunk(input_ids=token_ids, use_cache=False).last_hidden_state
     found = transform_logits(parts.head(hidden), parts.transform, vocab_size=parts.head_rows)
-    error = float((found - expected).abs().max() / expected.abs().max().clamp_min(1.0))
+    # Relative however small the logits are: fresh models and small scales stay far below 1.
+    largest = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    error = float((found - expected).abs().max() / largest)
     allowed = LARGEST_PROBE_ERROR.get(hidden.dtype, _LOW_PRECISION_PROBE_ERROR)
     # Written so that a NaN fails too.
     if not error <= allowed:

@@ -12,6 +12,7 @@ import numpy as np
 from distill_wire import WIRE_VERSION
 from distill_wire.errors import RequestInvalid, VersionMismatch
 from distill_wire.types import (
+    MAX_REQUEST_ID_CHARACTERS,
     CodecId,
     Limits,
     LogitTransform,
@@ -66,12 +67,13 @@ def request_from_proto(message: pb.ScoreRequest) -> ScoreRequest:
         RequestInvalid: lengths, mask or codec do not fit together.
     """
     check_wire_version(message.wire_version, whose="the client")
-    name = message.request_id
+    name = message.request_id[:MAX_REQUEST_ID_CHARACTERS]
     if len(message.token_ids) % 4:
         raise RequestInvalid(
             f"token_ids of request {name} has {len(message.token_ids)} bytes, not a multiple of 4"
         )
-    token_ids_T = np.frombuffer(message.token_ids, "<i4").astype(np.int32, copy=False)
+    # Copied: a view of the message's bytes would be read-only, which torch warns of.
+    token_ids_T = np.frombuffer(message.token_ids, "<i4").astype(np.int32)
     num_tokens = len(token_ids_T)
     if len(message.position_mask) != -(-num_tokens // 8):
         raise RequestInvalid(
@@ -87,7 +89,7 @@ def request_from_proto(message: pb.ScoreRequest) -> ScoreRequest:
         )
     bits = np.frombuffer(message.position_mask, np.uint8)
     return ScoreRequest(
-        request_id=name,
+        request_id=message.request_id,
         token_ids_T=token_ids_T,
         row_lengths_R=np.array(lengths, np.int32),
         position_mask_T=np.unpackbits(bits, count=num_tokens, bitorder="little").astype(np.bool_),

@@ -20,6 +20,8 @@ status alone. Depends on: nothing.
 
 from __future__ import annotations
 
+import math
+
 ERROR_KEY = "distill-error"
 RETRY_AFTER_KEY = "retry-after-s"
 
@@ -110,6 +112,10 @@ _BARE_STATUS: dict[str, type[DistillError]] = {
     "UNIMPLEMENTED": VersionMismatch,
 }
 
+# grpc itself says RESOURCE_EXHAUSTED of a message above `transport.MAX_MESSAGE_BYTES`;
+# such a request never fits, however often it is sent again.
+_OVERSIZE = "message larger than max"
+
 
 def error_metadata(error: DistillError) -> tuple[tuple[str, str], ...]:
     """Give the trailing metadata that lets `error_from_status` rebuild the class."""
@@ -134,6 +140,8 @@ def error_from_status(status: str, details: str, metadata: dict[str, str]) -> Di
     error = _BY_NAME.get(metadata.get(ERROR_KEY, "")) or _BARE_STATUS.get(
         status, TeacherUnreachable
     )
+    if ERROR_KEY not in metadata and _OVERSIZE in details:
+        error = RequestInvalid
     message = details or f"the server answered {status} without a message"
     if error is TeacherOverloaded:
         return TeacherOverloaded(message, retry_after_s=_seconds(metadata.get(RETRY_AFTER_KEY)))
@@ -142,6 +150,8 @@ def error_from_status(status: str, details: str, metadata: dict[str, str]) -> Di
 
 def _seconds(text: str | None) -> float:
     try:
-        return max(float(text or 1.0), 0.0)
+        seconds = float(text or 1.0)
     except ValueError:
         return 1.0
+    # "nan" and "inf" are floats too, and nothing can wait for them.
+    return max(seconds, 0.0) if math.isfinite(seconds) else 1.0

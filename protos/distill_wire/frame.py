@@ -23,6 +23,8 @@ speed; zlib's crc32 would be slower than the socket).
 
 from __future__ import annotations
 
+import math
+import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +41,9 @@ PREFIX = struct.Struct("<4sIQ")
 MAX_HEADER_BYTES = 65_536
 MAX_DIMENSIONS = 4
 ALIGNMENT = 16
+MAX_ELEMENTS = 1 << 48
+"""Product of a tensor's sizes, a size 0 counted as 1: with it an empty tensor cannot
+name sizes whose strides overflow the 64 bits of whoever allocates it."""
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int8": 1, "uint8": 1}
 """The dtypes a frame may hold. numpy has no bfloat16: its bits travel as uint16."""
@@ -78,13 +83,21 @@ def write_frame(frame: Frame) -> memoryview:
     """Lay a frame out as bytes; every tensor is copied once.
 
     Raises:
-        ValueError: a dtype is not in `ITEM_BYTES`, a tensor's bytes do not match its
-            shape, or the header is longer than MAX_HEADER_BYTES.
+        ValueError: a dtype is not in `ITEM_BYTES`, a tensor has more than MAX_DIMENSIONS
+            or its bytes do not match its shape, a meta value is not a scalar, or the
+            header is longer than MAX_HEADER_BYTES.
     """
+    for name, value in frame.meta.items():
+        if not _is_scalar(value):
+            raise ValueError(f"meta entry {name} is {value!r}, expected a text or finite number")
     spans: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     end = 0
     for name, tensor in frame.tensors.items():
         expected = _tensor_bytes(tensor.dtype, tensor.shape)
+        if len(tensor.shape) > MAX_DIMENSIONS:
+            raise ValueError(
+                f"tensor {name} has {len(tensor.shape)} dimensions, limit {MAX_DIMENSIONS}"
+            )
         if tensor.data.nbytes != expected:
             raise ValueError(
                 f"tensor {name} of shape {tensor.shape} and dtype {tensor.dtype} needs {expected} "
@@ -166,9 +179,18 @@ def _parse_header(header: bytes) -> tuple[dict[str, Scalar], dict[str, object]]:
     if not isinstance(meta, dict) or not isinstance(tensors, dict):
         raise FrameCorrupt("meta and tensors of a frame header must be maps")
     for name, value in meta.items():
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
-            raise FrameCorrupt(f"meta entry {name!r} of the frame header is not a named scalar")
+        if not isinstance(name, str) or not _is_scalar(value):
+            raise FrameCorrupt(
+                f"meta entry {reprlib.repr(name)} of the frame header is {reprlib.repr(value)}, "
+                f"expected a name with a text or finite number"
+            )
     return meta, tensors
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, str | int | bool)
 
 
 def _parse_span(name: object, span: object) -> tuple[str, tuple[int, ...], int, int]:
@@ -177,12 +199,16 @@ def _parse_span(name: object, span: object) -> tuple[str, tuple[int, ...], int, 
             isinstance(name, str)
             and dtype in ITEM_BYTES
             and len(sizes) <= MAX_DIMENSIONS
-            and all(type(size) is int and size >= 0 for size in sizes)
+            # bool is an int to Python: True would pass for the size or offset 1.
+            and all(type(number) is int and number >= 0 for number in [*sizes, begin, end])
+            and math.prod(max(size, 1) for size in sizes) <= MAX_ELEMENTS
         ):
             return dtype, tuple(sizes), begin, end
+    # reprlib: a header can nest deeper than repr may recurse, and holds up to 64 KiB.
     raise FrameCorrupt(
-        f"tensor entry {name!r} is {span!r}, expected [dtype, shape, begin, end] with a dtype of "
-        f"{', '.join(ITEM_BYTES)} and at most {MAX_DIMENSIONS} dimensions"
+        f"tensor entry {reprlib.repr(name)} is {reprlib.repr(span)}, expected [dtype, shape, "
+        f"begin, end] with a dtype of {', '.join(ITEM_BYTES)}, at most {MAX_DIMENSIONS} "
+        f"dimensions and {MAX_ELEMENTS} elements"
     )
 
 

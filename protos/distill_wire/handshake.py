@@ -26,7 +26,9 @@ from distill_wire.types import TeacherDescription
 
 _DIGEST_CHARACTERS = 32
 _BLOCK_ELEMENTS = 1 << 22
-_INTEGER_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Eight bytes are read as two integers: one sign bit would be worth 2**63, which two of
+# them, or a swap of x and -x, add up to 0 modulo 2**64.
+_INTEGER_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @torch.no_grad()

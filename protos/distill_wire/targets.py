@@ -123,6 +123,9 @@ def encode_positions(
         logits_NV = head(hidden_ND[start : start + chunk_tokens])
         gold_N1 = gold_ids_N[start : start + chunk_tokens, None]
         chunk = codec.encode(logits_NV, spec)
+        # No softmax sees the maximum, but fp32 rounds by it, and a small temperature
+        # would divide it to infinity.
+        logits_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
         chunk["entropy"] = _entropy(logits_NV / spec.temperature)
         gold_N = logits_NV.gather(-1, gold_N1).squeeze(-1)
         chunk["gold_logprob"] = gold_N - logits_NV.logsumexp(-1)

@@ -18,6 +18,9 @@ from distill_wire.errors import RequestInvalid
 IGNORE_INDEX = -100
 """Label of a position that is not supervised, the convention of torch and transformers."""
 
+MAX_REQUEST_ID_CHARACTERS = 256
+"""The id comes back in every answer's frame header and in every error, which are bounded."""
+
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -57,7 +60,8 @@ class ScoreRequest:
     """One micro-batch of token rows, without padding.
 
     Attributes:
-        request_id: names the micro-batch in logs and errors.
+        request_id: names the micro-batch in logs and errors; at most
+            MAX_REQUEST_ID_CHARACTERS.
         token_ids_T: int32, the rows back to back.
         row_lengths_R: int32, tokens of each row; their sum is T.
         position_mask_T: True at input position t asks for the distribution of token t + 1.
@@ -73,6 +77,17 @@ class ScoreRequest:
     expected_weights_fingerprint: str = ""
 
     def __post_init__(self) -> None:
+        if len(self.request_id) > MAX_REQUEST_ID_CHARACTERS:
+            raise RequestInvalid(
+                f"request id {self.request_id[:32]}... has {len(self.request_id)} characters, "
+                f"limit {MAX_REQUEST_ID_CHARACTERS}"
+            )
+        # Elsewhere an id over 2**31 would wrap to another token on its way to the bytes.
+        if self.token_ids_T.dtype != np.int32 or self.position_mask_T.dtype != np.bool_:
+            raise RequestInvalid(
+                f"request {self.request_id} holds {self.token_ids_T.dtype} token ids and a "
+                f"{self.position_mask_T.dtype} position mask, expected int32 and bool"
+            )
         num_tokens = int(self.token_ids_T.shape[0])
         if len(self.row_lengths_R) == 0:
             raise RequestInvalid(f"request {self.request_id} holds no rows; send at least one")
@@ -96,10 +111,10 @@ class ScoreRequest:
         wanted_last_R = self.position_mask_T[ends_R]
         if wanted_last_R.any():
             row = int(np.argmax(wanted_last_R))
+            last = int(self.row_lengths_R[row]) - 1
             raise RequestInvalid(
-                f"row {row} of request {self.request_id} asks for its last position "
-                f"{int(self.row_lengths_R[row]) - 1}, which has no next token; "
-                f"the mask may cover positions 0..{int(self.row_lengths_R[row]) - 2}"
+                f"row {row} of request {self.request_id} asks for its last position {last}, which "
+                f"has no next token; the mask may cover the {last} positions before it"
             )
 
     @property

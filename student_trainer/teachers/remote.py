@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -49,11 +50,11 @@ class RemoteTeacher:
         self,
         url: str,
         *,
-        num_threads: int,
-        connect_timeout_s: float,
-        ready_timeout_s: float,
-        request_timeout_s: float,
-        max_outage_s: float,
+        num_threads: int = 3,
+        connect_timeout_s: float = 60.0,
+        ready_timeout_s: float = 1800.0,
+        request_timeout_s: float = 300.0,
+        max_outage_s: float = 120.0,
     ) -> None:
         """Remember how to reach a teacher; nothing is opened yet.
 
@@ -73,6 +74,7 @@ class RemoteTeacher:
         self._max_outage_s = max_outage_s
         self._channel: grpc.Channel | None = None
         self._pool: ThreadPoolExecutor | None = None
+        self._closing = threading.Event()
         self._description: TeacherDescription | None = None
 
     def connect(self) -> TeacherDescription:
@@ -85,6 +87,7 @@ class RemoteTeacher:
         """
         self.close()
         self._channel = grpc.insecure_channel(self.url, options=channel_options())
+        self._closing.clear()
         self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="teacher-request")
         try:
             self._description = self._wait_until_ready()
@@ -107,6 +110,7 @@ class RemoteTeacher:
 
     def close(self) -> None:
         """Cancel what is under way and close the channel."""
+        self._closing.set()
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -139,7 +143,7 @@ class RemoteTeacher:
             if state != announced:
                 logger.warning(state)
                 announced = state
-            time.sleep(_FIRST_RETRY_S)
+            self._closing.wait(_FIRST_RETRY_S)
 
     def _describe(self, *, include_token_map: bool) -> TeacherDescription:
         assert self._channel is not None
@@ -165,14 +169,15 @@ class RemoteTeacher:
             try:
                 return self._score(request)
             except DistillError as exc:
-                if not exc.is_retryable or time.monotonic() > give_up_at:
+                gave_up = self._closing.is_set() or time.monotonic() > give_up_at
+                if gave_up or not exc.is_retryable:
                     raise type(exc)(
                         f"request {request.request_id} to the teacher at {self.url} failed: {exc}; "
                         f"{name_samples(sample_ids)}"
                     ) from exc
                 logger.warning("request %s is tried again: %s", request.request_id, exc)
                 wait_s = exc.retry_after_s if isinstance(exc, TeacherOverloaded) else pause_s
-            time.sleep(min(wait_s, _LONGEST_RETRY_S))
+            self._closing.wait(min(wait_s, _LONGEST_RETRY_S))
             pause_s = min(pause_s * 2, _LONGEST_RETRY_S)
 
     def _score(self, request: ScoreRequest) -> ScoredTarget:
