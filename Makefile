@@ -71,7 +71,7 @@ protos: ## regenerate the protobuf and gRPC stubs
 	$(PYTHON) .ci/stub_drift.py --write
 
 bench: setup ## run the benchmarks; leave the machine otherwise idle
-	$(BIN)/python -m pytest tests/bench -m bench
+	$(BIN)/python -m pytest tests/bench -m bench -s
 
 # out/ stays: checkpoints live there.
 clean: ## remove the venvs, caches and build products

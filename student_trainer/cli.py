@@ -52,13 +52,25 @@ def _train(arguments: list[str]) -> int:
         if "LOCAL_RANK" not in os.environ and (args.fsdp or (launch.num_processes or 1) > 1):
             _replace_by_torchrun(launch.num_processes or 1, arguments)
         from student_trainer.app import train
+        from student_trainer.parallel import end_with_launcher
 
+        end_with_launcher()
         train(args, model_args, data_args)
     except (ValueError, OSError, DistillError) as exc:
         if os.environ.get("DISTILL_TRACEBACK"):
             raise
         return _fail(f"{type(exc).__name__}: {exc}")
     return 0
+
+
+def _is_cpu(device: str) -> bool:
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch finds no CUDA device; use cpu")
+    return device == "cpu"
 
 
 def _replace_by_torchrun(num_processes: int, arguments: list[str]) -> NoReturn:
@@ -73,13 +85,16 @@ def _replace_by_torchrun(num_processes: int, arguments: list[str]) -> NoReturn:
 
 
 def _demo(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="student-trainer demo")
+    parser = ArgumentParser(
+        prog="student-trainer demo", epilog="Any flag of student-trainer train may follow."
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("out/demo"))
     parser.add_argument("--config", type=Path, default=Path("deploy/recipes/demo.yaml"))
-    parser.add_argument("--max_steps", type=int, default=None, help="fewer steps than the recipe")
+    parser.add_argument("--device", default="cpu", help="of teacher and student: cpu or cuda")
+    options, overrides = parser.parse_known_args(arguments)
     from student_trainer.demo import run_demo
 
-    return run_demo(**vars(parser.parse_args(arguments)))
+    return run_demo(**vars(options), overrides=overrides)
 
 
 def parse_train_config(arguments: Sequence[str]) -> tuple[Any, ...]:
@@ -105,6 +120,7 @@ def parse_config(types: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, .
 
     config_parser = ArgumentParser(add_help=False)
     config_parser.add_argument("--config", type=Path)
+    config_parser.add_argument("--device")
     known, rest = config_parser.parse_known_args(list(arguments))
     parser = HfArgumentParser(
         list(types),
@@ -125,6 +141,9 @@ def parse_config(types: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, .
                 f"student-trainer train --help lists the fields"
             )
         parser.set_defaults(**values)
+    device = known.device or parser.get_default("device")
+    if device is not None:
+        parser.set_defaults(device=device, use_cpu=_is_cpu(device))
     for action in parser._actions:
         if action.dest == "resume_from_checkpoint":
             action.nargs, action.const = "?", "last"

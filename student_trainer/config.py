@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from distill_wire.codecs import codec_by_name
@@ -85,7 +86,13 @@ class DistillationConfig(TrainingArguments):
         Raises:
             ValueError: fields are out of range or do not fit together.
         """
+        # accelerate asks for CPU ranks by name; without it FSDP finds no process group.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         super().__post_init__()  # type: ignore[no-untyped-call]
+        if self.teacher_url and "," in self.teacher_url:
+            raise ValueError(
+                f"teacher_url {self.teacher_url!r} names several; this release talks to one teacher"
+            )
         if self.teacher_url and self.teacher_model_name_or_path:
             raise ValueError(
                 "teacher_url and teacher_model_name_or_path are both set; keep one teacher"
@@ -176,7 +183,9 @@ class DataConfig:
 
 @dataclass
 class LaunchConfig:
-    """How many ranks to start."""
+    """How many ranks to start, and on what."""
+
+    device: str = _option("auto", "auto (an accelerator if there is one), cpu or cuda.")
 
     num_processes: int | None = _option(
         None,

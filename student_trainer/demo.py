@@ -14,7 +14,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ logger = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 30
 
 
-def run_demo(*, output_dir: Path, config: Path, max_steps: int | None = None) -> int:
+def run_demo(*, output_dir: Path, config: Path, device: str, overrides: Sequence[str]) -> int:
     """Run the demo and give the exit code of its trainer.
 
     Args:
         output_dir: models, logs, checkpoints and the report go here.
         config: the recipe.
-        max_steps: fewer steps than the recipe says.
+        device: of teacher and student.
+        overrides: flags of `train` that win over the recipe.
     """
     # Nothing here may ask a hub; a cached or shipped file must do.
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -39,13 +40,15 @@ def run_demo(*, output_dir: Path, config: Path, max_steps: int | None = None) ->
     output_dir.mkdir(parents=True, exist_ok=True)
     teacher = prepare_demo_teacher(output_dir / "teacher")
     student = prune_layers(teacher, output_dir / "student", num_layers_to_drop=10)
-    with _teacher_server(teacher, log_path=output_dir / "teacher.log") as url:
+    log_path = output_dir / "teacher.log"
+    with _teacher_server(teacher, device=device, log_path=log_path) as url:
         arguments = [
             *("--config", str(config)),
             *("--model_name_or_path", str(student)),
             *("--teacher_url", url),
             *("--output_dir", str(output_dir / "run")),
-            *(("--max_steps", str(max_steps)) if max_steps is not None else ()),
+            *("--device", device),
+            *overrides,
         ]
         command = [sys.executable, "-m", "student_trainer", "train", *arguments]
         code = subprocess.run(command, check=False).returncode
@@ -59,18 +62,21 @@ def run_demo(*, output_dir: Path, config: Path, max_steps: int | None = None) ->
 
 
 @contextmanager
-def _teacher_server(model: Path, *, log_path: Path) -> Iterator[str]:
+def _teacher_server(model: Path, *, device: str, log_path: Path) -> Iterator[str]:
     """Serve a model in its own process while the block runs; give its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         *(sys.executable, "-m", "teacher_server", "serve"),
-        *("--model", str(model), "--dtype", "float32", "--device", "cpu"),
+        *("--model", str(model), "--dtype", "float32", "--device", device),
         *("--port", str(port), "--http-port", "0"),
     ]
+    # Half the cores: OpenMP threads that wait for a core spin, and the ranks need theirs.
+    threads = str(max(1, (os.cpu_count() or 1) // 2))
+    environment = {"OMP_NUM_THREADS": threads} | os.environ
     with log_path.open("w", encoding="utf-8") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             yield f"localhost:{port}"
         finally:

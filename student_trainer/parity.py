@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from distill_wire.codecs import CODECS
 from distill_wire.types import TargetSpec
@@ -28,7 +29,7 @@ def compare_sources(
     """Run one micro-batch through both teachers.
 
     Args:
-        model: the student, on the host.
+        model: the student; it is moved to the device of `args`.
         remote: a teacher behind a URL.
         local: the same teacher in process.
         args: target and loss of the run.
@@ -41,8 +42,9 @@ def compare_sources(
     Raises:
         DistillError: a teacher cannot be used.
     """
-    bind_distillation_forward(model)
-    batch = DistillationCollator(pad_token_id=0)(features)
+    device = args.device
+    bind_distillation_forward(model.to(device))
+    batch = send_to_device(DistillationCollator(pad_token_id=0)(features), device)
     remote.connect()
     local.connect()
 
@@ -55,7 +57,7 @@ def compare_sources(
         distillation = DistillationBatch(
             positions_N=batch["positions"],
             gold_ids_N=batch["gold_ids"],
-            target=scored.target,
+            target=scored.target.to(device),
             num_items=len(batch["positions"]),
             config=ObjectiveConfig(
                 alpha_kd=args.alpha_kd,

@@ -80,18 +80,19 @@ def request_from_proto(message: pb.ScoreRequest) -> ScoreRequest:
             f"position_mask of request {name} has {len(message.position_mask)} bytes, "
             f"{num_tokens} tokens need {-(-num_tokens // 8)}"
         )
-    # Compared as Python integers: a length over 2**31 must not wrap into a valid one.
-    lengths = list(message.row_lengths)
-    if sum(lengths) != num_tokens:
+    # Summed in 64 bits: a length over 2**31 must not wrap into a valid one. No Python loop:
+    # this runs on the server's event loop, and a message holds up to 13 million rows.
+    lengths_R = np.array(message.row_lengths, np.int64)
+    total = int(lengths_R.sum())
+    if total != num_tokens:
         raise RequestInvalid(
-            f"request {name} holds {num_tokens} token ids but its row lengths "
-            f"add up to {sum(lengths)}"
+            f"request {name} holds {num_tokens} token ids but its row lengths add up to {total}"
         )
     bits = np.frombuffer(message.position_mask, np.uint8)
     return ScoreRequest(
         request_id=message.request_id,
         token_ids_T=token_ids_T,
-        row_lengths_R=np.array(lengths, np.int32),
+        row_lengths_R=lengths_R.astype(np.int32),
         position_mask_T=np.unpackbits(bits, count=num_tokens, bitorder="little").astype(np.bool_),
         target=_target_from_proto(message.target),
         expected_weights_fingerprint=message.expected_weights_fingerprint,

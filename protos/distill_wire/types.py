@@ -91,11 +91,12 @@ class ScoreRequest:
         num_tokens = int(self.token_ids_T.shape[0])
         if len(self.row_lengths_R) == 0:
             raise RequestInvalid(f"request {self.request_id} holds no rows; send at least one")
-        for row, length in enumerate(self.row_lengths_R.tolist()):
-            if length < 1:
-                raise RequestInvalid(
-                    f"row {row} of request {self.request_id} is empty; a row needs at least 1 token"
-                )
+        is_empty_R = self.row_lengths_R < 1
+        if is_empty_R.any():
+            raise RequestInvalid(
+                f"row {int(np.argmax(is_empty_R))} of request {self.request_id} is empty; "
+                f"a row needs at least 1 token"
+            )
         total = int(self.row_lengths_R.sum(dtype=np.int64))
         if total != num_tokens:
             raise RequestInvalid(

@@ -33,13 +33,22 @@ BUSY_METHOD = "/test.Echo/Busy"
 ECHO_METHOD = "/test.Echo/Echo"
 
 
-@pytest.mark.parametrize("error", LEAVES)
-def test_every_leaf_has_a_grpc_status(error: type[DistillError]) -> None:
-    assert STATUS_OF[error] in grpc.StatusCode.__members__
+STATUSES = {
+    "FrameCorrupt": "DATA_LOSS",
+    "VersionMismatch": "FAILED_PRECONDITION",
+    "RequestInvalid": "INVALID_ARGUMENT",
+    "IdentityMismatch": "FAILED_PRECONDITION",
+    "TeacherOverloaded": "RESOURCE_EXHAUSTED",
+    "TeacherNotReady": "UNAVAILABLE",
+    "TeacherFailed": "INTERNAL",
+    "TeacherUnreachable": "DEADLINE_EXCEEDED",
+}
 
 
-def test_only_leaves_have_a_status() -> None:
+def test_every_leaf_and_nothing_else_has_its_status() -> None:
+    assert {error.__name__: status for error, status in STATUS_OF.items()} == STATUSES
     assert set(STATUS_OF) == set(LEAVES)
+    assert set(STATUSES.values()) <= set(grpc.StatusCode.__members__)
 
 
 @pytest.mark.parametrize("error", LEAVES)
@@ -125,6 +134,14 @@ def test_a_class_that_is_no_leaf_falls_back_to_the_status(name: str) -> None:
     found = error_from_status("INVALID_ARGUMENT", "no", {"distill-error": name})
 
     assert type(found) is RequestInvalid
+
+
+def test_an_error_with_our_key_keeps_its_class_whatever_its_text_says() -> None:
+    sent = TeacherOverloaded("the queue holds a message larger than max")
+
+    found = error_from_status("RESOURCE_EXHAUSTED", str(sent), dict(error_metadata(sent)))
+
+    assert type(found) is TeacherOverloaded
 
 
 def _abort_as_busy(request: bytes, context: grpc.ServicerContext) -> bytes:

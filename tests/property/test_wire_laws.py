@@ -20,8 +20,8 @@ from distill_wire.frame import ITEM_BYTES, Frame, FrameTensor, read_frame, write
 from distill_wire.types import CodecId, ScoreRequest, TargetSpec
 from distill_wire.v1 import teacher_pb2 as pb
 
-LAW = settings(max_examples=300, deadline=None, derandomize=True, database=None)
-SMALL_LAW = settings(LAW, max_examples=100)
+LAW = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+SMALL_LAW = settings(LAW, max_examples=60)
 
 NAMES = st.text(max_size=6)
 SCALARS = (

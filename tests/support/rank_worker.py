@@ -39,13 +39,13 @@ def main(job: dict[str, Any]) -> None:
     )
     resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=resume)
+    kinds = sorted({type(parameter).__name__ for parameter in trainer.model.parameters()})
     evaluation = trainer.evaluate() if eval_rows else {}
     parameters = {
         name.replace("_checkpoint_wrapped_module.", ""): whole(parameter)
         for name, parameter in trainer.model.named_parameters()
         if parameter.requires_grad
     }
-    kinds = sorted({type(parameter).__name__ for parameter in trainer.model.parameters()})
     dtypes = {
         "trainable": sorted({str(p.dtype) for p in trainer.model.parameters() if p.requires_grad}),
         "frozen": sorted({str(p.dtype) for p in trainer.model.parameters() if not p.requires_grad}),

@@ -174,6 +174,29 @@ def test_pbr_06_a_micro_batch_without_labels_is_a_finite_zero_and_leaves_the_oth
     assert alone[1] and all((gradient == 0).all() for gradient in alone[1].values())
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("codec", ["topk", "dense"])
+def test_pbr_07_ragged_answers_have_the_gradients_of_the_samples_alone_at_every_beta(
+    models: tuple[Path, Path], tmp_path: Path, beta: float, codec: str
+) -> None:
+    teacher, student = models
+    # Prompts of 4, answers of 2 and 5 tokens.
+    rows = random_rows([6, 9])
+    for row in rows:
+        row["labels"] = [-100] * 4 + row["input_ids"][4:]
+    args = make_args(tmp_path, beta=beta, teacher_codec=codec)
+    trainer = make_trainer(student, local_teacher(teacher), args, rows)
+
+    loss, together = first_gradients(trainer, rows, num_micro_batches=1)
+    alone = [first_gradients(trainer, [row], num_micro_batches=1) for row in rows]
+
+    assert loss == pytest.approx((2 * alone[0][0] + 5 * alone[1][0]) / 7, rel=1e-5)
+    for name, gradient in together.items():
+        assert gradient.isfinite().all()
+        expected = (2 * alone[0][1][name] + 5 * alone[1][1][name]) / 7
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_padding_changes_neither_loss_nor_gradient(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:

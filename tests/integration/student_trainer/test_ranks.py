@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.ranks import FSDP, run_ranks
+from tests.support.teacher import running_teacher
 from tests.support.tiny_models import make_tiny_llama
 
 # Eight rows of very different length: ranks and micro-batches hold unequal token counts.
@@ -75,6 +76,18 @@ def test_two_fsdp2_ranks_give_losses_and_weights_of_one_process(
     for name in ("eval_kl", "eval_ce", "eval_top1_agreement", "eval_supervised_tokens"):
         expected = one_process["evaluation"][name]
         assert two["evaluation"][name] == pytest.approx(expected, rel=1e-3), name
+
+
+def test_two_ranks_with_a_teacher_over_grpc_give_the_same(
+    job: dict[str, Any], one_process: dict[str, Any], tmp_path: Path
+) -> None:
+    args = FSDP | {"per_device_train_batch_size": 2, "teacher_prefetch": 2}
+
+    with running_teacher(job["teacher"], dtype="float32") as running:
+        two = run_ranks(tmp_path, num_ranks=2, **job, url=running.url, args=args)
+
+    assert two["distributed_type"] == "DistributedType.FSDP"
+    assert_same_run(two, one_process)
 
 
 def test_full_training_with_a_tied_head_gives_the_same_on_two_ranks(

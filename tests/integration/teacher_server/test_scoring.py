@@ -286,6 +286,23 @@ def test_pbr_53_a_32_mib_answer_arrives_whole_with_default_settings(tmp_path: Pa
     assert after.num_positions == 2
 
 
+def test_pbr_53_five_megabytes_of_zeros_under_gzip_meet_the_token_limit_not_grpcs(
+    client: Client,
+) -> None:
+    zeros = make_request([[0] * 1_250_000], TOPK, request_id="zeros")
+
+    with pytest.raises(grpc.RpcError) as refused:
+        list(
+            client.stub.Score(
+                request_to_proto(zeros), timeout=30, compression=grpc.Compression.Gzip
+            )
+        )
+
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "row 0 of request zeros has 1250000 tokens, limit 128" in refused.value.details()
+    assert len(list(client.stub.Score(good(), timeout=30))) == 1
+
+
 def test_an_empty_mask_is_answered_with_no_positions(client: Client) -> None:
     request = make_request([[5, 6, 7]], TOPK, masks=[[False] * 3])
 

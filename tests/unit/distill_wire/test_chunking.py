@@ -73,12 +73,12 @@ def test_more_bytes_than_announced_are_refused_with_both_numbers() -> None:
     joiner = ChunkJoiner(max_frame_bytes=1024)
     joiner.add(b"abc", frame_bytes=4)
 
-    with pytest.raises(FrameCorrupt, match="chunks hold 5 bytes so far.*announced with 4"):
+    with pytest.raises(FrameCorrupt, match=r"chunks hold 5 bytes so far.*announced with 4"):
         joiner.add(b"de", frame_bytes=0)
 
 
 def test_a_first_chunk_longer_than_the_frame_is_refused() -> None:
-    with pytest.raises(FrameCorrupt, match="chunks hold 3 bytes so far.*announced with 2"):
+    with pytest.raises(FrameCorrupt, match=r"chunks hold 3 bytes so far.*announced with 2"):
         ChunkJoiner(max_frame_bytes=1024).add(b"abc", frame_bytes=2)
 
 

@@ -114,7 +114,7 @@ def test_the_last_position_of_a_row_is_refused_by_row(
 
 
 def test_the_only_position_of_a_row_of_one_token_is_its_last() -> None:
-    with pytest.raises(RequestInvalid, match="row 1 .* last position 0, .* the 0 positions"):
+    with pytest.raises(RequestInvalid, match=r"row 1 .* last position 0, .* the 0 positions"):
         request_from_proto(message(row_lengths=[4, 1], position_mask=bytes([0b10000])))
 
 
@@ -200,7 +200,9 @@ def test_pbr_49_values_that_would_wrap_on_the_wire_are_refused(changes: dict[str
 def test_a_value_whose_mask_has_another_length_is_refused(num_bits: int) -> None:
     mask = np.zeros(num_bits, np.bool_)
 
-    with pytest.raises(RequestInvalid, match=f"5 token ids but its position mask covers {num_bits}"):
+    with pytest.raises(
+        RequestInvalid, match=f"5 token ids but its position mask covers {num_bits}"
+    ):
         request(position_mask_T=mask)
 
 
