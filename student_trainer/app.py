@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from student_trainer.config import DataConfig, DistillationConfig, ModelConfig
 from student_trainer.data import load_supervised_dataset
-from student_trainer.parallel import parallelism_name
+from student_trainer.parallel import leave_together, parallelism_name
 from student_trainer.trainer import DistillationTrainer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ def train(args: DistillationConfig, model_args: ModelConfig, data_args: DataConf
         _run(trainer)
     finally:
         trainer.close()
+    leave_together(trainer.accelerator)
 
 
 def load_student(model_args: ModelConfig) -> nn.Module:

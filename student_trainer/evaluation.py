@@ -1,8 +1,8 @@
 """Held-out figures: cross-entropy, KL to the teacher, agreement on the best token.
 
 Each is a mean over supervised tokens of the whole held-out set. Ranks hand in sums per
-row, so that `Trainer` can drop the rows it repeated to make the ranks even, and short
-rows do not weigh as much as long ones.
+row, so that rows repeated to make the ranks even can be dropped, and short rows do not
+weigh as much as long ones.
 
 Shapes: N = supervised positions, B = rows, S = samples of the whole set.
 """

@@ -68,3 +68,13 @@ def end_with_launcher() -> None:
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def leave_together(accelerator: Accelerator) -> None:
+    """End the process group once every rank has got here.
+
+    A rank that exits first tears down connections that another still uses, and gloo's
+    threads then abort a run that had finished.
+    """
+    accelerator.wait_for_everyone()
+    accelerator.end_training()

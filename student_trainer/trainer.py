@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from distill_wire.handshake import check_vocabulary, token_map_of
+from distill_wire.handshake import check_vocabulary, token_map_fingerprint, token_map_of
 from distill_wire.targets import TeacherTarget
 from distill_wire.types import TargetSpec
 from student_trainer.collator import ROWS, DistillationCollator
@@ -116,15 +116,16 @@ class DistillationTrainer(Trainer):
     def _shake_hands(self, teacher: TeacherSource) -> None:
         description = teacher.connect()
         endpoint = self.args.teacher_url or description.model_id
-        if self.args.teacher_check_token_map:
-            differs = description.token_map_fingerprint and self._student_tokens
-            check_vocabulary(
-                description,
-                endpoint=endpoint,
-                student_tokens=self._student_tokens,
-                student_vocab_size=self._vocab_size,
-                teacher_tokens=teacher.token_map() if differs else (),
-            )
+        own_fingerprint = token_map_fingerprint(self._student_tokens)
+        is_other_map = description.token_map_fingerprint not in ("", own_fingerprint)
+        check_vocabulary(
+            description,
+            endpoint=endpoint,
+            student_tokens=self._student_tokens,
+            student_vocab_size=self._vocab_size,
+            teacher_tokens=teacher.token_map() if is_other_map else (),
+            is_map_checked=self.args.teacher_check_token_map,
+        )
         logger.info("teacher at %s: %s", endpoint, description)
 
     # ---- a training step ----
@@ -240,10 +241,14 @@ class DistillationTrainer(Trainer):
             dataloader = PrefetchingLoader(
                 dataloader, lambda batches: self._prefetch(batches, spec)
             )
+        # Not gather_for_metrics: it asks the loader whether this batch is the last, and the
+        # prefetcher has the loader ahead of the batch. Repeated samples come last instead.
+        self.gather_function = self.accelerator.gather
         output = super().evaluation_loop(
             dataloader, description, False, ignore_keys, metric_key_prefix
         )
-        metrics = summarise(cast(Any, output.predictions), has_teacher=self.teacher is not None)
+        sums_S4 = cast(Any, output.predictions)[: output.num_samples]
+        metrics = summarise(sums_S4, has_teacher=self.teacher is not None)
         loss = self.args.alpha_ce * metrics["ce"] + self.args.alpha_kd * metrics.get("kl", 0.0)
         metrics["loss"] = loss
         named = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
@@ -261,7 +266,7 @@ class DistillationTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[None, Tensor, None]:
-        """Give sums per row, which `Trainer` gathers and trims of repeated samples."""
+        """Give sums per row, which `Trainer` gathers."""
         pending = inputs.pop(PENDING, None)
         target = pending.result().target.to(self.args.device) if pending is not None else None
         inputs = self._prepare_inputs(inputs)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from distill_wire.types import LogitTransform
 
 LARGEST_PROBE_ERROR = {torch.float32: 1e-3, torch.float64: 1e-6}
-_LOW_PRECISION_PROBE_ERROR = 0.05
+_LOW_PRECISION_PROBE_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

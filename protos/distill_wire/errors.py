@@ -107,8 +107,8 @@ _BARE_STATUS: dict[str, type[DistillError]] = {
     "FAILED_PRECONDITION": IdentityMismatch,
     "RESOURCE_EXHAUSTED": TeacherOverloaded,
     "DATA_LOSS": FrameCorrupt,
-    "INTERNAL": TeacherFailed,
-    "UNKNOWN": TeacherFailed,
+    "PERMISSION_DENIED": RequestInvalid,
+    "UNAUTHENTICATED": RequestInvalid,
     "UNIMPLEMENTED": VersionMismatch,
 }
 

@@ -90,6 +90,7 @@ def check_vocabulary(
     student_tokens: Sequence[str],
     student_vocab_size: int,
     teacher_tokens: Sequence[str] = (),
+    is_map_checked: bool = True,
 ) -> None:
     """Refuse a teacher whose ids mean other tokens than the student's.
 
@@ -99,9 +100,11 @@ def check_vocabulary(
         student_tokens: the student's id-to-token map, () if it has none.
         student_vocab_size: real tokens of the student.
         teacher_tokens: the teacher's map, to name the ids that differ; () = not known.
+        is_map_checked: False compares the sizes alone.
 
     Raises:
-        IdentityMismatch: the vocabularies differ, or one side cannot prove that they do not.
+        IdentityMismatch: the vocabularies differ, or one side alone has a token map. Two
+            sides without one (a teacher of random weights, say) agree by their sizes.
     """
     if description.vocab_size != student_vocab_size:
         raise IdentityMismatch(
@@ -110,7 +113,7 @@ def check_vocabulary(
         )
     ours = token_map_fingerprint(student_tokens) if student_tokens else ""
     theirs = description.token_map_fingerprint
-    if ours != theirs:
+    if is_map_checked and ours != theirs:
         differences = _first_differences(student_tokens, teacher_tokens)
         raise IdentityMismatch(
             f"token map fingerprint of the teacher at {endpoint} is {theirs or 'missing'}, the "
@@ -123,7 +126,7 @@ def _first_differences(ours: Sequence[str], theirs: Sequence[str], *, limit: int
     if not ours or not theirs:
         return ""
     differing = [i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]]
-    if not differing and len(ours) != len(theirs):
+    if not differing:
         return f"; the student's map has {len(ours)} tokens, the teacher's {len(theirs)}"
     named = ", ".join(
         f"id {i}: student {ours[i]!r}, teacher {theirs[i]!r}" for i in differing[:limit]

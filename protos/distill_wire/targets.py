@@ -158,7 +158,7 @@ def write_target(
         "num_positions": request.num_positions,
         "weights_fingerprint": weights_fingerprint,
     }
-    tensors = {name: _to_frame_tensor(tensor) for name, tensor in encoded.items()}
+    tensors = {name: tensor_to_frame(tensor) for name, tensor in encoded.items()}
     return write_frame(Frame(meta=meta, tensors=tensors))
 
 
@@ -192,7 +192,7 @@ def read_target(
             f"request {request.request_id} was answered by weights "
             f"{parsed.meta.get('weights_fingerprint')}, this run is pinned to {weights_fingerprint}"
         )
-    tensors = {name: _from_frame_tensor(tensor) for name, tensor in parsed.tensors.items()}
+    tensors = {name: tensor_from_frame(tensor) for name, tensor in parsed.tensors.items()}
     return decode_target(tensors, request, vocab_size=vocab_size)
 
 
@@ -222,13 +222,15 @@ def decode_target(
     )
 
 
-def _to_frame_tensor(tensor: Tensor) -> FrameTensor:
+def tensor_to_frame(tensor: Tensor) -> FrameTensor:
+    """Give a tensor's bytes to a frame; it is copied to the host if it is not there."""
     host = tensor.detach().contiguous().cpu()
     flat = host.reshape(-1).view(torch.uint8) if host.numel() else torch.empty(0, dtype=torch.uint8)
     return FrameTensor(dtype=_DTYPE_NAME[host.dtype], shape=tuple(host.shape), data=flat.numpy())
 
 
-def _from_frame_tensor(tensor: FrameTensor) -> Tensor:
+def tensor_from_frame(tensor: FrameTensor) -> Tensor:
+    """Give a frame's tensor to torch, writable: a view of a mutable buffer, else a copy."""
     dtype = _TORCH_DTYPE[tensor.dtype]
     if not tensor.data.nbytes:
         return torch.empty(tensor.shape, dtype=dtype)

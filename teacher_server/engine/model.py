@@ -87,6 +87,7 @@ def load_teacher(
     config = loaded.config.get_text_config()
     positions = int(getattr(config, "max_position_embeddings", 0)) or max_request_tokens
     head_rows = parts.head_rows
+    vocab_size = min(head_rows, len(tokens) or head_rows)
     description = TeacherDescription(
         wire_version=WIRE_VERSION,
         model_id=served_model_name or model,
@@ -94,7 +95,7 @@ def load_teacher(
         weights_fingerprint=weights_fingerprint(loaded.named_parameters()),
         token_map_fingerprint=token_map_fingerprint(tokens) if tokens else "",
         head_rows=head_rows,
-        vocab_size=min(head_rows, len(tokens) or head_rows),
+        vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         logit_transform=parts.transform,
@@ -104,7 +105,7 @@ def load_teacher(
         limits=Limits(
             max_request_tokens=max_request_tokens,
             max_row_tokens=min(positions, max_row_tokens or positions, max_request_tokens),
-            max_top_k=min(max_top_k, head_rows - 1),
+            max_top_k=min(max_top_k, vocab_size - 1),
             max_answer_bytes=max_answer_bytes,
         ),
     )

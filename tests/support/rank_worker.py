@@ -6,7 +6,6 @@ Rank 0 writes the losses of every step and the trained parameters to the job's `
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from student_trainer import RemoteTeacher
+from student_trainer.parallel import leave_together
 from tests.support.training import local_teacher, make_args, make_trainer, random_rows
 
 
@@ -62,6 +62,7 @@ def main(job: dict[str, Any]) -> None:
             "distributed_type": str(trainer.accelerator.distributed_type),
         }
         torch.save(result, job["out"])
+    leave_together(trainer.accelerator)
 
 
 def remote_teacher(url: str) -> RemoteTeacher:
@@ -83,5 +84,3 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    if "RANK" in os.environ and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -278,7 +278,7 @@ def test_pbr_53_a_32_mib_answer_arrives_whole_with_default_settings(tmp_path: Pa
         error = client.refusal(request_to_proto(too_large))
         after, _ = client.score(make_request([[5, 6, 7]], DENSE))
 
-    assert target.tensors["logits"].shape == (4096, 4096)  # 32 MiB of bf16
+    assert target.tensors["logits"].shape == (4096, 4096)  # 32 MiB in 16 bits
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert f"limit {40 << 20}; ask for fewer positions a request, or use codec topk" in (
         error.details()

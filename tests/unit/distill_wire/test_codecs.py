@@ -62,6 +62,17 @@ def test_pbr_10_top_k_is_measured_over_the_whole_vocabulary_at_its_temperature(
     assert decoded["tail_logprob"].exp().item() == pytest.approx(1 - mass, abs=5e-4)
 
 
+def test_pbr_09_the_tail_that_travels_makes_the_divergence_of_two_buckets_positive() -> None:
+    teacher, student = [0.5, 0.3, 0.2], [0.8, 0.1, 0.1]
+
+    decoded = decode_topk(TOPK.encode(torch.tensor([teacher]).log(), topk(1)), k=1, vocab_size=3)
+
+    p, tail = decoded["logprobs"].exp().item(), decoded["tail_logprob"].exp().item()
+    without_tail = p * math.log(p / student[0])
+    assert without_tail == pytest.approx(-0.23500, abs=5e-6)
+    assert without_tail + tail * math.log(tail / 0.2) == pytest.approx(0.22314, abs=5e-6)
+
+
 @pytest.mark.parametrize("temperature", [0.05, 0.5, 1.0, 2.0, 10.0])
 @pytest.mark.parametrize("k", [1, 7, 63])
 def test_top_k_and_tail_are_the_full_distribution(k: int, temperature: float) -> None:
@@ -235,7 +246,7 @@ def test_a_missing_tensor_is_refused_with_what_is_there(name: str) -> None:
         decode_topk(tensors, k=2)
 
 
-def test_dense_rounds_a_logit_to_the_nearest_bfloat16() -> None:
+def test_dense_rounds_a_logit_less_its_rows_maximum_to_the_nearest_float16() -> None:
     torch.manual_seed(0)
     logits_NV = 30 * torch.randn(16, 64)
     spec = TargetSpec(codec=CodecId.DENSE, temperature=2.0)
@@ -244,18 +255,19 @@ def test_dense_rounds_a_logit_to_the_nearest_bfloat16() -> None:
         "logits"
     ]
 
-    # bfloat16 has 8 significant bits, so the nearest one is within a 2**-8 part.
-    assert decoded.dtype == torch.bfloat16
-    assert ((decoded.double() - logits_NV.double()).abs() <= 2**-8 * logits_NV.abs()).all()
+    # float16 has 11 significant bits, so the nearest one is within a 2**-11 part.
+    centred_NV = logits_NV.double() - logits_NV.double().amax(-1, keepdim=True)
+    assert decoded.dtype == torch.float16
+    assert ((decoded.double() - centred_NV).abs() <= 2**-11 * centred_NV.abs() + 1e-5).all()
     exact_NV, found_NV = exact_logprobs(logits_NV, 2.0), exact_logprobs(decoded, 2.0)
-    bound_N1 = 2 * 2**-8 * logits_NV.abs().amax(-1, keepdim=True) / 2.0
+    bound_N1 = 2 * 2**-11 * centred_NV.abs().amax(-1, keepdim=True) / 2.0 + 1e-5
     assert ((exact_NV - found_NV).abs() <= bound_N1).all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_dense_refuses_nan_and_plus_infinity_but_not_minus_infinity(value: float) -> None:
     spec = TargetSpec(codec=CodecId.DENSE)
-    logits_NV = torch.zeros(3, 4).bfloat16()
+    logits_NV = torch.zeros(3, 4).half()
     logits_NV[0, 1] = -torch.inf
     DENSE.decode({"logits": logits_NV}, spec, vocab_size=4, num_positions=3)
     logits_NV[2, 3] = value

@@ -120,7 +120,7 @@ def test_pbr_20_padded_columns_have_probability_zero_on_both_sides(
     log_p = teacher.double().log_softmax(-1)
     exact = float((log_p.exp() * (log_p + math.log(3))).sum())
     assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(exact, rel=1e-2)  # bf16 logits on the wire
+    assert found.item() == pytest.approx(exact, rel=1e-2)  # 16-bit logits on the wire
 
 
 def test_pbr_13_a_copy_of_the_teacher_has_loss_zero_and_a_shift_a_large_finite_one() -> None:
