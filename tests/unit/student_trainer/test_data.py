@@ -9,12 +9,9 @@ import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from student_trainer.data import (
-    IGNORE_INDEX,
-    DatasetSummary,
-    RowEncoder,
-    load_supervised_dataset,
-)
+from distill_wire.types import IGNORE_INDEX
+from student_trainer.data import DatasetSummary, load_supervised_dataset
+from student_trainer.encoding import RowEncoder
 from tests.support.tokenizers import CHATML_WITH_MARKS, END, FORGETFUL, make_word_tokenizer
 
 CHAT = [
