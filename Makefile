@@ -27,7 +27,8 @@ setup: $(STAMP) ## make .venv with everything in it; once done, a repeat touches
 # A stamp and not the folder: a folder exists after an install that failed half-way.
 $(STAMP): pyproject.toml .ci/constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d, 3.11 or newer is needed; run make setup PYTHON=python3.11" % v[:2])'
-	$(PYTHON) -m venv $(VENV)
+	@# Cleared, so that what is no longer listed is no longer there.
+	$(PYTHON) -m venv --clear $(VENV)
 	@echo "setup: $(TORCH) (the large download; $(LOG) grows meanwhile)"
 	@$(PIP_INSTALL) $(TORCH) $(LOGGED)
 	@echo "setup: this project and its tools"

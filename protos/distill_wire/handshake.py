@@ -16,19 +16,63 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from distill_wire import WIRE_VERSION
+from distill_wire.causal_lm import CausalLMParts
+from distill_wire.codecs import CODECS
 from distill_wire.errors import IdentityMismatch
-from distill_wire.types import TeacherDescription
+from distill_wire.types import Limits, TeacherDescription
 
 _DIGEST_CHARACTERS = 32
 _BLOCK_ELEMENTS = 1 << 22
 # Eight bytes are read as two integers: one sign bit would be worth 2**63, which two of
 # them, or a swap of x and -x, add up to 0 modulo 2**64.
 _INTEGER_VIEW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def describe_teacher(
+    model: Any,
+    parts: CausalLMParts,
+    *,
+    token_map: Sequence[str],
+    model_id: str,
+    revision: str | None,
+    limits: Limits,
+) -> TeacherDescription:
+    """Say who a loaded teacher is and what it accepts.
+
+    Args:
+        model: a transformers causal LM with whole (not sharded) weights.
+        parts: the same model taken apart.
+        token_map: its tokens by id, () if unknown.
+        model_id: the name it goes by.
+        revision: the revision that was asked for; the one transformers resolved wins.
+        limits: what it accepts at most; `max_top_k` is cut to what its vocabulary allows.
+    """
+    config = model.config.get_text_config()
+    head_rows = parts.head_rows
+    vocab_size = min(head_rows, len(token_map) or head_rows)
+    return TeacherDescription(
+        wire_version=WIRE_VERSION,
+        model_id=model_id,
+        revision=getattr(model.config, "_commit_hash", None) or revision or "",
+        weights_fingerprint=weights_fingerprint(model.named_parameters()),
+        token_map_fingerprint=token_map_fingerprint(token_map) if token_map else "",
+        head_rows=head_rows,
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        logit_transform=parts.transform,
+        dtype=str(model.dtype).removeprefix("torch."),
+        attention_implementation=config._attn_implementation,
+        codecs=tuple(CODECS),
+        limits=replace(limits, max_top_k=min(limits.max_top_k, vocab_size - 1)),
+    )
 
 
 @torch.no_grad()

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from distill_wire import WIRE_VERSION
 from distill_wire.causal_lm import CausalLMParts, check_parts, head_function, split_causal_lm
-from distill_wire.codecs import CODECS
-from distill_wire.handshake import token_map_fingerprint, weights_fingerprint
+from distill_wire.handshake import describe_teacher
 from distill_wire.targets import decode_target, encode_positions
 from distill_wire.types import Limits, ScoreRequest, TeacherDescription, Timings
 from student_trainer.teachers.source import ScoredTarget, name_samples
@@ -74,7 +72,21 @@ class LocalTeacher:
             self._model.to(self._device)
             parts = split_causal_lm(self._model)
             check_parts(self._model, parts, device=self._device)
-            self._description = self._describe(parts)
+            config = self._model.config
+            positions = int(getattr(config.get_text_config(), "max_position_embeddings", 0))
+            self._description = describe_teacher(
+                self._model,
+                parts,
+                token_map=self._token_map,
+                model_id=config.name_or_path,
+                revision=None,
+                limits=Limits(
+                    max_request_tokens=_NO_LIMIT,
+                    max_row_tokens=positions or _NO_LIMIT,
+                    max_top_k=_NO_LIMIT,
+                    max_answer_bytes=_NO_LIMIT,
+                ),
+            )
             self._bind_scoring_forward(parts, self._description.vocab_size)
             if self._is_sharded:
                 _shard(self._model)
@@ -139,33 +151,6 @@ class LocalTeacher:
             )
 
         self._model.forward = forward
-
-    def _describe(self, parts: CausalLMParts) -> TeacherDescription:
-        config = self._model.config.get_text_config()
-        head_rows = parts.head_rows
-        return TeacherDescription(
-            wire_version=WIRE_VERSION,
-            model_id=self._model.config.name_or_path,
-            revision=getattr(self._model.config, "_commit_hash", None) or "",
-            weights_fingerprint=weights_fingerprint(self._model.named_parameters()),
-            token_map_fingerprint=(
-                token_map_fingerprint(self._token_map) if self._token_map else ""
-            ),
-            head_rows=head_rows,
-            vocab_size=min(head_rows, len(self._token_map) or head_rows),
-            hidden_size=config.hidden_size,
-            num_layers=config.num_hidden_layers,
-            logit_transform=parts.transform,
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            attention_implementation=config._attn_implementation,
-            codecs=tuple(CODECS),
-            limits=Limits(
-                max_request_tokens=_NO_LIMIT,
-                max_row_tokens=int(getattr(config, "max_position_embeddings", 0)) or _NO_LIMIT,
-                max_top_k=head_rows - 1,
-                max_answer_bytes=_NO_LIMIT,
-            ),
-        )
 
 
 class _LocalPending:

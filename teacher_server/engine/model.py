@@ -15,10 +15,8 @@ from typing import Any, cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from distill_wire import WIRE_VERSION
 from distill_wire.causal_lm import CausalLMParts, check_parts, split_causal_lm
-from distill_wire.codecs import CODECS
-from distill_wire.handshake import token_map_fingerprint, token_map_of, weights_fingerprint
+from distill_wire.handshake import describe_teacher, token_map_of
 from distill_wire.types import Limits, TeacherDescription
 
 logger = logging.getLogger(__name__)
@@ -86,26 +84,16 @@ def load_teacher(
     tokens = _load_token_map(tokenizer, files, trust_remote_code=trust_remote_code)
     config = loaded.config.get_text_config()
     positions = int(getattr(config, "max_position_embeddings", 0)) or max_request_tokens
-    head_rows = parts.head_rows
-    vocab_size = min(head_rows, len(tokens) or head_rows)
-    description = TeacherDescription(
-        wire_version=WIRE_VERSION,
+    description = describe_teacher(
+        loaded,
+        parts,
+        token_map=tokens,
         model_id=served_model_name or model,
-        revision=getattr(loaded.config, "_commit_hash", None) or revision or "",
-        weights_fingerprint=weights_fingerprint(loaded.named_parameters()),
-        token_map_fingerprint=token_map_fingerprint(tokens) if tokens else "",
-        head_rows=head_rows,
-        vocab_size=vocab_size,
-        hidden_size=config.hidden_size,
-        num_layers=config.num_hidden_layers,
-        logit_transform=parts.transform,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        attention_implementation=config._attn_implementation,
-        codecs=tuple(CODECS),
+        revision=revision,
         limits=Limits(
             max_request_tokens=max_request_tokens,
             max_row_tokens=min(positions, max_row_tokens or positions, max_request_tokens),
-            max_top_k=min(max_top_k, vocab_size - 1),
+            max_top_k=max_top_k,
             max_answer_bytes=max_answer_bytes,
         ),
     )
