@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.places import PYTHONPATH, ROOT
+
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2}}
 
 
@@ -32,7 +33,7 @@ def run_ranks(folder: Path, *, num_ranks: int, **job: Any) -> dict[str, Any]:
         str(job_file),
     ]
     environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}",
+        "PYTHONPATH": PYTHONPATH,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -28,8 +28,8 @@ from distill_wire.v1 import teacher_pb2 as pb
 from distill_wire.v1.teacher_pb2_grpc import TeacherStub
 from teacher_server.app import TeacherApp
 from teacher_server.config import ServeConfig
+from tests.support.places import PYTHONPATH, ROOT
 
-ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S = 60
 
 
@@ -147,7 +147,7 @@ def teacher_process(*flags: str, **environment: str) -> Iterator[subprocess.Pope
         stderr=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"} | environment,
+        env=os.environ | {"PYTHONPATH": PYTHONPATH} | environment,
     )
     try:
         yield server
