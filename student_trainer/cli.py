@@ -17,7 +17,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 USAGE = """usage: student-trainer COMMAND [options]
 
@@ -41,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in commands:
         return _fail(f"command {command!r} is unknown; there are {', '.join(commands)}")
     _set_up_logging()
-    return commands[command](arguments)
+    try:
+        return commands[command](arguments)
+    except KeyboardInterrupt:
+        print("student-trainer: interrupted", file=sys.stderr)
+        return 130
 
 
 def _train(arguments: list[str]) -> int:
@@ -50,7 +54,7 @@ def _train(arguments: list[str]) -> int:
     try:
         args, model_args, data_args, launch = parse_train_config(arguments)
         if "LOCAL_RANK" not in os.environ and (args.fsdp or (launch.num_processes or 1) > 1):
-            _replace_by_torchrun(launch.num_processes or 1, arguments)
+            return _run_ranks(launch.num_processes or 1, arguments)
         from student_trainer.app import train
         from student_trainer.parallel import end_with_launcher
 
@@ -73,15 +77,28 @@ def _is_cpu(device: str) -> bool:
     return device == "cpu"
 
 
-def _replace_by_torchrun(num_processes: int, arguments: list[str]) -> NoReturn:
-    """Become torchrun, which starts this command once per rank. FSDP needs it even for one."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+def _run_ranks(num_processes: int, arguments: list[str]) -> int:
+    """Start this command once per rank under torchrun, which FSDP needs even for one.
+
+    A rank that fails has said why in one line; torchrun's own account of it would bury that.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
     # One thread a rank is torchrun's own default; on CPUs the ranks share the cores fairly.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    sys.stdout.flush()
-    os.execv(
-        sys.executable, [sys.executable, *launcher, "-m", "student_trainer", "train", *arguments]
-    )
+    command = ["-m", "student_trainer", "train", *arguments]
+    launcher = ["--standalone", f"--nproc-per-node={num_processes}"]
+    try:
+        run(parse_args([*launcher, *command]))
+    except ChildFailedError as exc:
+        code = int(exc.get_first_failure()[1].exitcode)
+        return code if code > 0 else 128 - code
+    except SignalException as exc:
+        print(f"student-trainer: ended by signal {int(exc.sigval)}", file=sys.stderr)
+        return 128 + int(exc.sigval)
+    return 0
 
 
 def _demo(arguments: list[str]) -> int:

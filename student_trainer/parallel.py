@@ -61,12 +61,17 @@ def parallelism_name(accelerator: Accelerator) -> str:
 
 
 def end_with_launcher() -> None:
-    """Have the kernel end this rank when torchrun dies, even by kill -9.
+    """Let torchrun alone decide when this rank ends.
 
-    Without it the ranks of a killed run train on, write checkpoints, and meet the run
-    that was started in its place. Linux only; elsewhere nothing changes.
+    Ctrl-C reaches every process of the terminal; torchrun then ends its ranks, and a rank
+    that broke off by itself would only add a traceback. When torchrun dies, even by kill
+    -9, the kernel ends the rank (Linux only): it would train on, write checkpoints, and
+    meet the run that was started in its place.
     """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -22,7 +22,13 @@ from typing import Any, cast
 import torch
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
+from transformers import (
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
 from transformers.trainer_utils import EvalLoopOutput
 
 from distill_wire.handshake import check_vocabulary, token_map_fingerprint, token_map_of
@@ -78,6 +84,8 @@ class DistillationTrainer(Trainer):
             DistillError: the teacher cannot be reached or is another one than needed.
         """
         if peft_config is not None:
+            # `Trainer` seeds only after this: adapters would start elsewhere in every run.
+            set_seed(args.seed)
             model = get_peft_model(model, peft_config)
         bind_distillation_forward(model)
         tokens = token_map_of(processing_class) if processing_class is not None else ()

@@ -80,7 +80,6 @@ def make_trainer(
     uses_lora: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> DistillationTrainer:
-    torch.manual_seed(0)
     return DistillationTrainer(
         model=AutoModelForCausalLM.from_pretrained(student, dtype=dtype),
         args=args,

@@ -229,3 +229,21 @@ def test_pbr_32_another_teacher_gives_another_loss_and_training_lowers_the_kl(
 
     assert first[0] != pytest.approx(second[0], rel=1e-2)
     assert after["eval_kl"] < 0.8 * before["eval_kl"]
+
+
+def test_adapters_start_at_the_same_place_whatever_was_drawn_before(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    teacher, student = models
+
+    def adapters() -> dict[str, torch.Tensor]:
+        torch.rand(int(torch.randint(1, 1000, ())))
+        args = make_args(tmp_path)
+        trainer = make_trainer(student, local_teacher(teacher), args, random_rows([6, 7]))
+        state = trainer.model.state_dict()
+        return {name: tensor for name, tensor in state.items() if "lora_A" in name}
+
+    torch.seed()
+    first, second = adapters(), adapters()
+
+    assert first and all(torch.equal(first[name], second[name]) for name in first)
