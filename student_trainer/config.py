@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from distill_wire.codecs import codec_by_name
+from distill_wire.codecs import LossKind, check_loss, codec_by_name
 from distill_wire.errors import RequestInvalid
-from distill_wire.types import TargetSpec
+from distill_wire.types import CodecId, StateCodecId, TargetSpec
+from student_trainer.hidden_states import parse_layer_map
+from student_trainer.objective import HIDDEN_LOSSES
 
 
 def _option(default: Any, text: str) -> Any:
@@ -38,12 +40,17 @@ class DistillationConfig(TrainingArguments):
     )
     teacher_dtype: str = _option("auto", "Dtype of a teacher in this process.")
     teacher_codec: str = _option(
-        "topk",
-        "How the teacher's distribution travels: topk (k best + tail mass) or dense (2V bytes).",
+        "hidden8",
+        "How the teacher's distribution travels: hidden8 (any loss, D + 2 bytes a token), "
+        "threshold (forward KL, about 33 bytes), topk (k best + tail mass) or dense (2V bytes).",
     )
-    teacher_top_k: int = _option(64, "Entries kept per position by the topk codec, 8 bytes each.")
+    teacher_top_k: int = _option(64, "Entries kept per position by the topk codec.")
+    teacher_num_draws: int = _option(
+        50, "N of the threshold codec: probabilities from 1/N on are kept, others drawn."
+    )
     teacher_eval_codec: str | None = _option(
-        None, "Codec during evaluation, teacher_codec by default; dense gives the exact KL."
+        None,
+        "Codec during evaluation, teacher_codec by default; hidden8 and dense give the whole KL.",
     )
     teacher_prefetch: int = _option(
         2,
@@ -73,6 +80,18 @@ class DistillationConfig(TrainingArguments):
     )
     alpha_kd: float = _option(1.0, "Weight of the distillation term.")
     alpha_ce: float = _option(0.0, "Weight of the cross-entropy with the data's own tokens.")
+    alpha_hidden: float = _option(0.0, "Weight of the hidden-state term.")
+    hidden_loss: str = _option(
+        "mse", "mse of RMS-normalised states, or cosine (half of it, up to rounding)."
+    )
+    hidden_layers: str = _option(
+        "",
+        "Layers of the hidden-state term: the teacher's, 8,16, or pairs with the student's, "
+        "8:5,16:10. Empty = one at two thirds of the depth.",
+    )
+    hidden_codec: str = _option(
+        "mid8", "How those states travel: mid8 (D + 2 bytes a layer) or mid4 (0.5625 D)."
+    )
     loss_chunk_positions: int = _option(
         512, "Positions whose student logits exist at once: x V x 4 bytes, a few times over."
     )
@@ -101,15 +120,22 @@ class DistillationConfig(TrainingArguments):
             raise ValueError(
                 "remove_unused_columns must be false: it drops the sample ids before the collator"
             )
-        if self.alpha_kd < 0 or self.alpha_ce < 0 or self.alpha_kd + self.alpha_ce == 0:
+        alphas = (self.alpha_kd, self.alpha_ce, self.alpha_hidden)
+        if min(alphas) < 0 or sum(alphas) == 0:
             raise ValueError(
-                f"alpha_kd ({self.alpha_kd}) and alpha_ce ({self.alpha_ce}) must be >= 0, "
-                f"and one of them > 0"
+                f"alpha_kd ({self.alpha_kd}), alpha_ce ({self.alpha_ce}) and alpha_hidden "
+                f"({self.alpha_hidden}) must be >= 0, and one of them > 0"
             )
-        if self.alpha_kd > 0 and not self.has_teacher:
+        if self.alpha_kd + self.alpha_hidden > 0 and not self.has_teacher:
             raise ValueError(
-                "alpha_kd > 0 needs a teacher: set teacher_url or teacher_model_name_or_path"
+                "alpha_kd or alpha_hidden > 0 needs a teacher: set teacher_url or "
+                "teacher_model_name_or_path"
             )
+        if self.hidden_loss not in HIDDEN_LOSSES:
+            raise ValueError(
+                f"hidden_loss must be {' or '.join(HIDDEN_LOSSES)}, got {self.hidden_loss!r}"
+            )
+        parse_layer_map(self.hidden_layers)
         if not 0.0 <= self.beta <= 1.0:
             raise ValueError(f"beta must be in [0, 1], got {self.beta}")
         if self.teacher_prefetch < 0 or self.loss_chunk_positions < 1:
@@ -117,6 +143,8 @@ class DistillationConfig(TrainingArguments):
                 f"teacher_prefetch ({self.teacher_prefetch}) must be >= 0 and loss_chunk_positions "
                 f"({self.loss_chunk_positions}) >= 1"
             )
+        if self.alpha_kd > 0:
+            check_loss(codec_by_name(self.teacher_codec), _loss_kind(self.beta))
         self.train_target_spec()
         self.eval_target_spec()
 
@@ -126,20 +154,42 @@ class DistillationConfig(TrainingArguments):
         return bool(self.teacher_url or self.teacher_model_name_or_path)
 
     def train_target_spec(self) -> TargetSpec:
-        """What the teacher is asked for in training."""
+        """What the teacher is asked for in training, hidden layers left out."""
         return self._target_spec(self.teacher_codec, self.temperature)
 
     def eval_target_spec(self) -> TargetSpec:
         """What it is asked for in evaluation: always at temperature 1."""
         return self._target_spec(self.teacher_eval_codec or self.teacher_codec, 1.0)
 
+    def target_specs(self) -> tuple[TargetSpec, TargetSpec]:
+        """Both."""
+        return self.train_target_spec(), self.eval_target_spec()
+
     def _target_spec(self, codec_name: str, temperature: float) -> TargetSpec:
         codec = codec_by_name(codec_name)
-        top_k = self.teacher_top_k if codec.name == "topk" else 0
         try:
-            return TargetSpec(codec=codec.id, temperature=temperature, top_k=top_k)
+            return TargetSpec(
+                codec=codec.id,
+                temperature=temperature,
+                top_k=self.teacher_top_k if codec.id is CodecId.TOPK else 0,
+                num_draws=self.teacher_num_draws if codec.id is CodecId.THRESHOLD else 0,
+                state_codec=_state_codec(self.hidden_codec),
+            )
         except RequestInvalid as exc:
             raise ValueError(str(exc)) from exc
+
+
+def _state_codec(name: str) -> StateCodecId:
+    names = {codec.name.lower(): codec for codec in StateCodecId}
+    if name not in names:
+        raise ValueError(f"hidden_codec must be {' or '.join(names)}, got {name!r}")
+    return names[name]
+
+
+def _loss_kind(beta: float) -> LossKind:
+    if beta in (0.0, 1.0):
+        return LossKind.REVERSE_KL if beta else LossKind.FORWARD_KL
+    return LossKind.JSD
 
 
 @dataclass

@@ -20,6 +20,7 @@ from student_trainer.teachers.source import ScoredTarget
 _SUMMED = (
     "kd",
     "ce",
+    "hidden",
     "entropy",
     "positions",
     "tokens",
@@ -41,6 +42,7 @@ class StepMetrics:
     sums: dict[str, Tensor | float] = field(default_factory=dict)
     num_steps: int = 0
     started_at: float | None = None
+    reported: set[str] = field(default_factory=set)
 
     def begin_step(self) -> None:
         """Count an optimizer step; the clock runs from the first one after a log."""
@@ -52,8 +54,10 @@ class StepMetrics:
         """Add one micro-batch's values per position."""
         self._add("positions", float(len(outputs["ce_N"])))
         self._add("ce", outputs["ce_N"].sum(dtype=torch.float64))
-        if "kd_N" in outputs:
-            self._add("kd", outputs["kd_N"].sum(dtype=torch.float64))
+        for name in ("kd", "hidden"):
+            if f"{name}_N" in outputs:
+                self._add(name, outputs[f"{name}_N"].sum(dtype=torch.float64))
+                self.reported.add(name)
 
     def add_answer(self, scored: ScoredTarget, *, wait_s: float) -> None:
         """Add one teacher answer and the time it was waited for."""
@@ -95,8 +99,8 @@ class StepMetrics:
         if sums["rows_without_labels"]:
             logs["rows_without_labels"] = sums["rows_without_labels"]
         if sums["answers"]:
+            logs |= {f"{name}_loss": sums[name] / positions for name in sorted(self.reported)}
             logs |= {
-                "kd_loss": sums["kd"] / positions,
                 "teacher_entropy": sums["entropy"] / positions,
                 "teacher_wait_s": sums["wait_s"] / ranks / num_steps,
                 "teacher_wait_fraction": sums["wait_s"] / ranks / elapsed_s,

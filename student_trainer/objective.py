@@ -1,8 +1,9 @@
 """What one forward pass of the student minimises.
 
-    loss = (alpha_kd * T^2 * sum D(teacher, student) + alpha_ce * sum CE) / num_items
+    loss = (alpha_kd * T^2 * sum D(teacher, student) + alpha_ce * sum CE
+            + alpha_hidden * sum mean over layers H) / num_items
 
-D is JSD(beta) on the teacher's buckets, forward KL by default. T^2 keeps the soft
+D is JSD(beta), forward KL by default; H compares hidden states of mapped layers. T^2 keeps the soft
 term's gradient at the scale of T = 1 (Hinton et al. 2015, arXiv 1503.02531, section
 2.1); it is applied here, once, and is part of the logged `kd_loss`. num_items is the
 count of supervised positions over all ranks and accumulation steps, so the loss does
@@ -18,12 +19,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill_wire.causal_lm import CausalLMParts, transform_logits
+from distill_wire.codecs.hidden import restore_states
+from distill_wire.head import TeacherHead
 from distill_wire.targets import TeacherTarget
-from distill_wire.types import CodecId
-from student_trainer.losses import chunked_loss, generalized_jsd, log_buckets
+from student_trainer.losses import chunked_loss, hidden_cosine, hidden_mse
+from student_trainer.teacher_term import divergence_of
+
+HIDDEN_LOSSES = {"mse": hidden_mse, "cosine": hidden_cosine}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +40,15 @@ class ObjectiveConfig:
 
     alpha_ce: float
     """Weight of the cross-entropy with the data's own next tokens."""
+
+    alpha_hidden: float
+    """Weight of the hidden-state term."""
+
+    hidden_loss: str
+    """A key of HIDDEN_LOSSES."""
+
+    layer_map: tuple[tuple[int, int], ...]
+    """Teacher and student layer of each hidden-state pair; 0 is the embedding output."""
 
     beta: float
     """0 = forward KL, 1 = reverse KL, between = JSD(beta)."""
@@ -60,6 +74,7 @@ class DistillationBatch:
         target: the teacher's word on the same N positions; None = cross-entropy only.
         num_items: the loss divisor, > 0.
         config: weights of the terms.
+        teacher_head: the teacher's output head, if the target is hidden states.
     """
 
     positions_N: Tensor
@@ -67,25 +82,41 @@ class DistillationBatch:
     target: TeacherTarget | None
     num_items: Tensor | float
     config: ObjectiveConfig
+    teacher_head: TeacherHead | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StudentStates:
+    """What the student's trunk gave.
+
+    Attributes:
+        last_BTD: last hidden states after the final norm.
+        layers: by index, [B, T, D], those of the layer map.
+        projections: by student layer, from its width to the teacher's, where they differ.
+    """
+
+    last_BTD: Tensor
+    layers: dict[int, Tensor]
+    projections: dict[int, nn.Linear]
 
 
 def compute_objective(
-    hidden_BTD: Tensor, parts: CausalLMParts, batch: DistillationBatch
+    states: StudentStates, parts: CausalLMParts, batch: DistillationBatch
 ) -> dict[str, Tensor]:
     """Compute the loss of a micro-batch and its parts.
 
     Args:
-        hidden_BTD: last hidden states after the final norm.
+        states: what the student's trunk gave.
         parts: the student's head and logit transform.
         batch: positions, gold ids, target and divisor.
 
     Returns:
         `loss`, a scalar with a graph, and per position, without gradient and weights:
-        `ce_N`, and with a target `kd_N` (with T^2) and `is_top1_N` (the student's best
-        token is the teacher's best).
+        `ce_N`; with a target `kd_N` (with T^2) and `is_top1_N` (the student's best token is
+        the teacher's best); with a layer map `hidden_N`, the mean over its layers.
     """
     config, target = batch.config, batch.target
-    hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, batch.positions_N)
+    hidden_ND = states.last_BTD.flatten(0, 1).index_select(0, batch.positions_N)
     head = _open_head(parts, hidden_ND, vocab_size=config.vocab_size)
 
     def chunk_loss(hidden_nD: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -94,10 +125,11 @@ def compute_objective(
         values = {"ce_N": ce_n}
         loss = config.alpha_ce * ce_n.sum()
         if target is not None:
-            teacher_nB, student_nB = _buckets(logits_nV, target, rows)
-            divergence_n = generalized_jsd(teacher_nB, student_nB, beta=config.beta)
+            divergence_n, best_n = divergence_of(
+                logits_nV, target, rows, beta=config.beta, teacher_head=batch.teacher_head
+            )
             values["kd_N"] = divergence_n * target.spec.temperature**2
-            values["is_top1_N"] = logits_nV.argmax(-1) == _best_token(target, rows)
+            values["is_top1_N"] = logits_nV.argmax(-1) == best_n
             loss = loss + config.alpha_kd * values["kd_N"].sum()
         return loss / batch.num_items, values
 
@@ -107,7 +139,50 @@ def compute_objective(
         head_parameters=list(parts.head.parameters()),
         chunk_positions=config.chunk_positions,
     )
+    if target is not None and config.layer_map:
+        hidden_loss, values["hidden_N"] = _hidden_term(states, target, batch)
+        loss = loss + hidden_loss
     return {"loss": loss, **values}
+
+
+def _hidden_term(
+    states: StudentStates, target: TeacherTarget, batch: DistillationBatch
+) -> tuple[Tensor, Tensor]:
+    config = batch.config
+    measure = HIDDEN_LOSSES[config.hidden_loss]
+    total = torch.zeros((), device=states.last_BTD.device)
+    values: list[Tensor] = []
+    for teacher_layer, student_layer in config.layer_map:
+        codes, scale = target.states[teacher_layer]
+        projection = states.projections.get(student_layer)
+        width = len(projection.weight) if projection else states.last_BTD.shape[-1]
+
+        def chunk_loss(
+            student_nD: Tensor,
+            rows: slice,
+            *,
+            codes: Tensor = codes,
+            scale: Tensor = scale,
+            projection: nn.Linear | None = projection,
+            width: int = width,
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            teacher_nD = restore_states(codes[rows], scale[rows], width=width)
+            if projection is not None:
+                student_nD = projection(student_nD.to(projection.weight.dtype))
+            value_n = measure(teacher_nD, student_nD)
+            weight = config.alpha_hidden / len(config.layer_map)
+            return weight * value_n.sum() / batch.num_items, {"hidden_N": value_n}
+
+        layer_ND = states.layers[student_layer].flatten(0, 1).index_select(0, batch.positions_N)
+        loss, found = chunked_loss(
+            layer_ND,
+            chunk_loss,
+            head_parameters=list(projection.parameters()) if projection else [],
+            chunk_positions=config.chunk_positions,
+        )
+        total = total + loss
+        values.append(found["hidden_N"])
+    return total, torch.stack(values).mean(0)
 
 
 def _open_head(
@@ -129,19 +204,3 @@ def _open_head(
         )
 
     return head
-
-
-def _buckets(logits_nV: Tensor, target: TeacherTarget, rows: slice) -> tuple[Tensor, Tensor]:
-    temperature, tensors = target.spec.temperature, target.tensors
-    if target.spec.codec is CodecId.DENSE:
-        teacher_nV = (tensors["logits"][rows].float() / temperature).log_softmax(-1)
-        return teacher_nV, log_buckets(logits_nV, None, temperature=temperature)
-    teacher_nB = torch.cat([tensors["logprobs"][rows], tensors["tail_logprob"][rows, None]], -1)
-    token_ids_nK = tensors["token_ids"][rows]
-    return teacher_nB, log_buckets(logits_nV, token_ids_nK, temperature=temperature)
-
-
-def _best_token(target: TeacherTarget, rows: slice) -> Tensor:
-    if target.spec.codec is CodecId.DENSE:
-        return target.tensors["logits"][rows].argmax(-1)
-    return target.tensors["token_ids"][rows, 0]

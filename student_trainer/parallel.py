@@ -61,16 +61,16 @@ def parallelism_name(accelerator: Accelerator) -> str:
 
 
 def end_with_launcher() -> None:
-    """Let torchrun alone decide when this rank ends.
+    """End with torchrun, however it ends.
 
-    Ctrl-C reaches every process of the terminal; torchrun then ends its ranks, and a rank
-    that broke off by itself would only add a traceback. When torchrun dies, even by kill
-    -9, the kernel ends the rank (Linux only): it would train on, write checkpoints, and
-    meet the run that was started in its place.
+    Ctrl-C reaches every process of the terminal, and torchrun passes it on; a rank ends at
+    once and without a traceback, of which each would write its own. When torchrun dies,
+    even by kill -9, the kernel ends the rank (Linux only): it would train on, write
+    checkpoints, and meet the run that was started in its place.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -47,6 +47,7 @@ def compare_sources(
     batch = send_to_device(DistillationCollator(pad_token_id=0)(features), device)
     remote.connect()
     local.connect()
+    head = remote.fetch_head().to(device)
 
     def score(source: TeacherSource, spec: TargetSpec) -> ScoredTarget:
         request, sample_ids = request_of(batch, spec)
@@ -62,10 +63,14 @@ def compare_sources(
             config=ObjectiveConfig(
                 alpha_kd=args.alpha_kd,
                 alpha_ce=args.alpha_ce,
+                alpha_hidden=0.0,
+                hidden_loss=args.hidden_loss,
+                layer_map=(),
                 beta=args.beta,
                 chunk_positions=args.loss_chunk_positions,
                 vocab_size=real_vocab_size(model, num_tokens),
             ),
+            teacher_head=head,
         )
         outputs = model(
             input_ids=batch["input_ids"],
@@ -77,8 +82,9 @@ def compare_sources(
     spec = args.train_target_spec()
     sizes = {}
     for codec in CODECS.values():
-        top_k = spec.top_k or args.teacher_top_k
-        answer = score(remote, replace(spec, codec=codec.id, top_k=top_k))
+        top_k, num_draws = args.teacher_top_k, args.teacher_num_draws
+        every = replace(spec, codec=codec.id, top_k=top_k, num_draws=num_draws)
+        answer = score(remote, every)
         sizes[codec.name] = answer.answer_bytes / len(batch["positions"])
     return {
         "loss_abs_diff": abs(loss(score(remote, spec)) - loss(score(local, spec))),

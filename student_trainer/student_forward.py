@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from distill_wire.causal_lm import check_parts, split_causal_lm
-from student_trainer.objective import DistillationBatch, compute_objective
+from student_trainer.hidden_states import projections_of
+from student_trainer.objective import DistillationBatch, StudentStates, compute_objective
 
 
 def bind_distillation_forward(model: Any) -> None:
@@ -39,8 +40,14 @@ def bind_distillation_forward(model: Any) -> None:
             return original_forward(*args, **kwargs)
         for unused in ("labels", "output_hidden_states", "output_attentions"):
             kwargs.pop(unused, None)
-        hidden_BTD: Tensor = parts.trunk(*args, use_cache=False, **kwargs).last_hidden_state
-        return compute_objective(hidden_BTD, parts, distillation)
+        layers = sorted({student for _, student in distillation.config.layer_map})
+        output = parts.trunk(*args, use_cache=False, output_hidden_states=bool(layers), **kwargs)
+        states = StudentStates(
+            last_BTD=output.last_hidden_state,
+            layers={layer: output.hidden_states[layer] for layer in layers},
+            projections=projections_of(causal_lm),
+        )
+        return compute_objective(states, parts, distillation)
 
     causal_lm.forward = forward
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -29,14 +31,24 @@ from transformers import (
     TrainerCallback,
     set_seed,
 )
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from distill_wire.handshake import check_vocabulary, token_map_fingerprint, token_map_of
+from distill_wire.head import TeacherHead
 from distill_wire.targets import TeacherTarget
-from distill_wire.types import TargetSpec
+from distill_wire.types import CodecId, TargetSpec
 from student_trainer.collator import ROWS, DistillationCollator
 from student_trainer.config import DistillationConfig
 from student_trainer.evaluation import per_row_sums, summarise
+from student_trainer.hidden_states import (
+    LayerMap,
+    add_projections,
+    has_projections,
+    layer_map,
+    load_projections,
+    save_projections,
+    without_projections,
+)
 from student_trainer.metrics import StepMetrics
 from student_trainer.objective import DistillationBatch, ObjectiveConfig
 from student_trainer.parallel import keep_losses_in_fp32, present_cpu_ranks_for_fsdp
@@ -91,6 +103,8 @@ class DistillationTrainer(Trainer):
         tokens = token_map_of(processing_class) if processing_class is not None else ()
         self._student_tokens = tokens
         self._vocab_size = real_vocab_size(model, len(tokens))
+        self._layer_map: LayerMap = ()
+        self._teacher_head: TeacherHead | None = None
         self._prefetcher: tuple[Iterator[Any], Prefetcher] | None = None
         super().__init__(
             model=model,
@@ -135,6 +149,15 @@ class DistillationTrainer(Trainer):
             is_map_checked=self.args.teacher_check_token_map,
         )
         logger.info("teacher at %s: %s", endpoint, description)
+        if CodecId.HIDDEN8 in (spec.codec for spec in self.args.target_specs()):
+            self._teacher_head = teacher.fetch_head().to(self.args.device)
+        if self.args.alpha_hidden > 0:
+            self._layer_map = layer_map(
+                self.args.hidden_layers,
+                num_teacher_layers=description.num_layers,
+                num_student_layers=_num_layers(self.model),
+            )
+            add_projections(self.model, self._layer_map, teacher_width=description.hidden_size)
 
     # ---- a training step ----
 
@@ -146,10 +169,18 @@ class DistillationTrainer(Trainer):
         if self.teacher is not None:
             # One prefetcher an epoch: the trainer makes a new iterator for each.
             if self._prefetcher is None or self._prefetcher[0] is not epoch_iterator:
-                spec = self.args.train_target_spec()
-                self._prefetcher = epoch_iterator, self._prefetch(epoch_iterator, spec)
+                prefetcher = self._prefetch(epoch_iterator, self._train_target_spec())
+                self._prefetcher = epoch_iterator, prefetcher
             epoch_iterator = self._prefetcher[1]
         return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    def _train_target_spec(self) -> TargetSpec:
+        # Other draws in every epoch, the same ones after a resume.
+        return replace(
+            self.args.train_target_spec(),
+            seed=(self.args.seed * 2**32 + int(self.state.epoch or 0)) % 2**64,
+            hidden_layers=tuple(teacher for teacher, _ in self._layer_map),
+        )
 
     def _prefetch(self, batches: Iterator[Any], target: TargetSpec) -> Prefetcher:
         assert self.teacher is not None
@@ -215,10 +246,14 @@ class DistillationTrainer(Trainer):
             config=ObjectiveConfig(
                 alpha_kd=args.alpha_kd,
                 alpha_ce=args.alpha_ce,
+                alpha_hidden=args.alpha_hidden,
+                hidden_loss=args.hidden_loss,
+                layer_map=() if is_evaluation else self._layer_map,
                 beta=0.0 if is_evaluation else args.beta,
                 chunk_positions=args.loss_chunk_positions,
                 vocab_size=self._vocab_size,
             ),
+            teacher_head=self._teacher_head,
         )
         outputs: dict[str, Tensor] = model(
             input_ids=inputs["input_ids"],
@@ -232,6 +267,29 @@ class DistillationTrainer(Trainer):
         if "loss" in logs and "grad_norm" in logs:
             logs |= self.step_metrics.reduce(self.accelerator)
         super().log(logs, start_time)
+
+    # ---- projections: kept with a checkpoint, left out of what is exported ----
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = (
+            Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        )
+        save_projections(model, folder, is_writer=self.args.should_save)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_projections(model or self.model, Path(resume_from_checkpoint))
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        model = cast(nn.Module, self.model)
+        if has_projections(model):
+            state_dict = without_projections(state_dict or model.state_dict())
+        super()._save(output_dir, state_dict)
 
     # ---- evaluation ----
 
@@ -282,6 +340,10 @@ class DistillationTrainer(Trainer):
         with torch.no_grad():
             outputs = self._run_student(model, inputs, target, num_items=1, is_evaluation=True)
         return None, per_row_sums(outputs, inputs["position_rows"], num_rows=num_rows), None
+
+
+def _num_layers(model: Any) -> int:
+    return int(model.config.get_text_config().num_hidden_layers)
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -148,7 +148,7 @@ class TeacherApp:
             head_chunk_tokens=config.head_chunk_tokens,
         )
         warm_up(scorer, teacher)
-        self._admission.open(teacher.description, teacher.token_map)
+        self._admission.open(teacher.description, teacher.token_map, frame_head=scorer.head_frame)
         self.metrics.set_model(teacher.description)
         elapsed_s = time.monotonic() - started
         self._loop.call_soon_threadsafe(self._announce_ready, teacher, elapsed_s)
@@ -221,12 +221,7 @@ def warm_up(scorer: Scorer, teacher: LoadedTeacher) -> None:
     (answer,) = scorer.score([request])
     if isinstance(answer, Exception):
         raise answer
-    read_target(
-        answer.frame,
-        request,
-        vocab_size=description.vocab_size,
-        weights_fingerprint=description.weights_fingerprint,
-    )
+    read_target(answer.frame, request, description)
 
 
 async def serve(config: ServeConfig) -> BaseException | None:

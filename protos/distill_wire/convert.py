@@ -14,9 +14,11 @@ from distill_wire.errors import RequestInvalid, VersionMismatch
 from distill_wire.types import (
     MAX_REQUEST_ID_CHARACTERS,
     CodecId,
+    Int32Array,
     Limits,
     LogitTransform,
     ScoreRequest,
+    StateCodecId,
     TargetSpec,
     TeacherDescription,
     Timings,
@@ -39,6 +41,7 @@ def check_wire_version(found: int, *, whose: str) -> None:
 
 def request_to_proto(request: ScoreRequest) -> pb.ScoreRequest:
     """Turn a request into its message; the mask is packed to bits, nothing is padded."""
+    candidates = request.candidate_ids_NC
     return pb.ScoreRequest(
         wire_version=WIRE_VERSION,
         request_id=request.request_id,
@@ -50,9 +53,19 @@ def request_to_proto(request: ScoreRequest) -> pb.ScoreRequest:
             temperature=request.target.temperature,
             top_k=request.target.top_k,
             hidden_layers=request.target.hidden_layers,
+            num_draws=request.target.num_draws,
+            seed=request.target.seed,
+            state_codec=_state_codec_name(request.target),
+            has_all_states=request.target.has_all_states,
         ),
         expected_weights_fingerprint=request.expected_weights_fingerprint,
+        candidate_ids=b"" if candidates is None else candidates.astype("<i4").tobytes(),
+        num_candidates=request.num_candidates,
     )
+
+
+def _state_codec_name(target: TargetSpec) -> str:
+    return f"STATE_CODEC_{target.state_codec.name if target.hidden_layers else 'UNSPECIFIED'}"
 
 
 def _codec_name(codec: CodecId) -> str:
@@ -89,14 +102,30 @@ def request_from_proto(message: pb.ScoreRequest) -> ScoreRequest:
             f"request {name} holds {num_tokens} token ids but its row lengths add up to {total}"
         )
     bits = np.frombuffer(message.position_mask, np.uint8)
+    mask_T = np.unpackbits(bits, count=num_tokens, bitorder="little").astype(np.bool_)
     return ScoreRequest(
         request_id=message.request_id,
         token_ids_T=token_ids_T,
         row_lengths_R=lengths_R.astype(np.int32),
-        position_mask_T=np.unpackbits(bits, count=num_tokens, bitorder="little").astype(np.bool_),
+        position_mask_T=mask_T,
         target=_target_from_proto(message.target),
         expected_weights_fingerprint=message.expected_weights_fingerprint,
+        candidate_ids_NC=_candidates_from_proto(message, num_positions=int(mask_T.sum())),
     )
+
+
+def _candidates_from_proto(message: pb.ScoreRequest, *, num_positions: int) -> Int32Array | None:
+    num_candidates = int(message.num_candidates)
+    if num_candidates == 0 and not message.candidate_ids:
+        return None
+    if len(message.candidate_ids) != 4 * num_positions * num_candidates:
+        raise RequestInvalid(
+            f"candidate_ids of request {message.request_id[:MAX_REQUEST_ID_CHARACTERS]} has "
+            f"{len(message.candidate_ids)} bytes, {num_candidates} for each of {num_positions} "
+            f"wanted positions need {4 * num_positions * num_candidates}"
+        )
+    ids = np.frombuffer(message.candidate_ids, "<i4").astype(np.int32)
+    return ids.reshape(num_positions, num_candidates)
 
 
 def _target_from_proto(message: pb.TargetSpec) -> TargetSpec:
@@ -107,11 +136,24 @@ def _target_from_proto(message: pb.TargetSpec) -> TargetSpec:
         raise RequestInvalid(
             f"codec {message.codec} is unknown here; this side knows {known}"
         ) from exc
+    # Who wants no states names no codec for them.
+    number = message.state_codec or StateCodecId.MID8
+    try:
+        state_codec = StateCodecId(number)
+    except ValueError as exc:
+        raise RequestInvalid(
+            f"state codec {number} is unknown here; this side knows "
+            f"{', '.join(f'{kind.name.lower()} ({kind.value})' for kind in StateCodecId)}"
+        ) from exc
     return TargetSpec(
         codec=codec,
         temperature=message.temperature,
         top_k=message.top_k,
+        num_draws=message.num_draws,
+        seed=message.seed,
         hidden_layers=tuple(message.hidden_layers),
+        state_codec=state_codec,
+        has_all_states=message.has_all_states,
     )
 
 

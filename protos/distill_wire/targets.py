@@ -1,18 +1,13 @@
-"""From hidden states to an answer's frame, and from a frame to what the losses use.
+"""From an answer's tensors to its frame, and from a frame to what the losses use.
 
-Every answer also carries two numbers a position that no codec can give back: the
-teacher's entropy at the requested temperature (so that a KL value can be logged
-from a cross-entropy) and the log-probability it gives the next token at
-temperature 1 (the teacher's own hard loss).
-
-Shapes: N = wanted positions, D = hidden size, V = real tokens.
+Shapes: N = wanted positions, T = tokens, D = hidden size, C = candidates.
 Depends on: torch, numpy. Knows nothing of gRPC or models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,7 +15,8 @@ from torch import Tensor
 
 from distill_wire.codecs import CODECS
 from distill_wire.codecs.base import check_no_nan, take
-from distill_wire.errors import FrameCorrupt, IdentityMismatch, TeacherFailed
+from distill_wire.codecs.hidden import state_bytes, take_states
+from distill_wire.errors import FrameCorrupt, IdentityMismatch
 from distill_wire.frame import (
     Frame,
     FrameTensor,
@@ -29,13 +25,10 @@ from distill_wire.frame import (
     read_frame,
     write_frame,
 )
-from distill_wire.types import ScoreRequest, TargetSpec
+from distill_wire.types import ScoreRequest, TargetSpec, TeacherDescription
 
-HEAD_CHUNK_TOKENS = 512
-"""Positions whose logits exist at once: 512 x 152k fp32 is 311 MB."""
-
-STATISTICS_BYTES = 8
-"""Bytes a position costs besides its codec: entropy and gold log-probability, fp32."""
+STATISTICS_BYTES = 4
+"""Bytes a position costs besides its codec: entropy and gold log-probability, float16."""
 
 _TORCH_DTYPE = {
     "float32": torch.float32,
@@ -58,6 +51,8 @@ class TeacherTarget:
         tensors: what the codec's `decode` gives; the first dimension is N.
         entropy_N: float32, nats, of the teacher at `spec.temperature`.
         gold_logprob_N: float32, of the next token at temperature 1.
+        states: per layer asked for, the codes and scales of its [N, D] or [T, D] states.
+        candidate_logprobs_NC: float32 at `spec.temperature`, None if none were named.
     """
 
     spec: TargetSpec
@@ -65,6 +60,8 @@ class TeacherTarget:
     tensors: Mapping[str, Tensor]
     entropy_N: Tensor
     gold_logprob_N: Tensor
+    states: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    candidate_logprobs_NC: Tensor | None = None
 
     def to(self, device: torch.device) -> TeacherTarget:
         """Copy to a device; from pinned memory the copy does not wait."""
@@ -81,71 +78,27 @@ class TeacherTarget:
             tensors={name: function(tensor) for name, tensor in self.tensors.items()},
             entropy_N=function(self.entropy_N),
             gold_logprob_N=function(self.gold_logprob_N),
+            states={
+                layer: (function(codes), function(scale))
+                for layer, (codes, scale) in self.states.items()
+            },
+            candidate_logprobs_NC=(
+                None if self.candidate_logprobs_NC is None else function(self.candidate_logprobs_NC)
+            ),
         )
 
 
-def answer_bytes_bound(spec: TargetSpec, *, vocab_size: int, num_positions: int) -> int:
+def answer_bytes_bound(request: ScoreRequest, description: TeacherDescription) -> int:
     """Bound the bytes of an answer before anything is computed."""
-    per_position = CODECS[spec.codec].bytes_per_position(spec, vocab_size=vocab_size)
-    return frame_bytes_bound((per_position + STATISTICS_BYTES) * num_positions, num_tensors=8)
-
-
-@torch.no_grad()
-def encode_positions(
-    hidden_ND: Tensor,
-    gold_ids_N: Tensor,
-    *,
-    head: Callable[[Tensor], Tensor],
-    spec: TargetSpec,
-    chunk_tokens: int = HEAD_CHUNK_TOKENS,
-    name_position: Callable[[int], str] = "wanted position {}".format,
-) -> dict[str, Tensor]:
-    """Run head and codec over chunks of positions; [N, V] never exists.
-
-    Args:
-        hidden_ND: [N, D] last hidden states after the final norm, any float dtype.
-        gold_ids_N: [N] int64, the token that really follows each position.
-        head: hidden [n, D] -> fp32 logits [n, V], real tokens only.
-        spec: codec and temperature.
-        chunk_tokens: positions whose logits exist at once.
-        name_position: names the n-th wanted position in an error.
-
-    Returns:
-        The codec's tensors and `entropy`, `gold_logprob`, on the same device.
-
-    Raises:
-        TeacherFailed: a logit is NaN or +inf; the message names the first position.
-    """
-    codec = CODECS[spec.codec]
-    parts: dict[str, list[Tensor]] = {}
-    # An empty request still runs one empty chunk, which gives every tensor its shape.
-    for start in range(0, max(len(hidden_ND), 1), chunk_tokens):
-        logits_NV = head(hidden_ND[start : start + chunk_tokens])
-        gold_N1 = gold_ids_N[start : start + chunk_tokens, None]
-        chunk = codec.encode(logits_NV, spec)
-        # No softmax sees the maximum, but fp32 rounds by it, and a small temperature
-        # would divide it to infinity.
-        logits_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
-        chunk["entropy"] = _entropy(logits_NV / spec.temperature)
-        gold_N = logits_NV.gather(-1, gold_N1).squeeze(-1)
-        chunk["gold_logprob"] = gold_N - logits_NV.logsumexp(-1)
-        for name, tensor in chunk.items():
-            parts.setdefault(name, []).append(tensor)
-    encoded = {name: torch.cat(tensors) for name, tensors in parts.items()}
-    # The entropy of a row is finite unless one of its logits is NaN or +inf, or all are -inf.
-    bad_N = ~encoded["entropy"].isfinite()
-    if bad_N.any():
-        raise TeacherFailed(
-            f"the teacher's logits are not finite at {int(bad_N.sum())} of {len(bad_N)} wanted "
-            f"positions, first at {name_position(int(bad_N.nonzero()[0, 0]))}; nothing was sent"
-        )
-    return encoded
-
-
-def _entropy(scaled_NV: Tensor) -> Tensor:
-    # entr(p) = -p log p is 0 at p = 0, where p * log p would be 0 * -inf = NaN.
-    entropy_N: Tensor = torch.special.entr(scaled_NV.softmax(-1)).sum(-1)
-    return entropy_N
+    spec, width = request.target, description.hidden_size
+    per_position = CODECS[spec.codec].bytes_per_position(
+        spec, vocab_size=description.vocab_size, hidden_size=width
+    )
+    per_position += STATISTICS_BYTES + 4 * request.num_candidates
+    num_states = request.num_tokens if spec.has_all_states else request.num_positions
+    states = len(spec.hidden_layers) * num_states * state_bytes(spec.state_codec, width)
+    num_tensors = 10 + 2 * len(spec.hidden_layers)
+    return frame_bytes_bound(per_position * request.num_positions + states, num_tensors=num_tensors)
 
 
 def write_target(
@@ -165,9 +118,7 @@ def write_target(
 def read_target(
     frame: bytes | bytearray | memoryview,
     request: ScoreRequest,
-    *,
-    vocab_size: int,
-    weights_fingerprint: str,
+    description: TeacherDescription,
 ) -> TeacherTarget:
     """Check an answer against what was asked and decode it.
 
@@ -187,38 +138,56 @@ def read_target(
                 f"the answer to request {request.request_id} has {key} {parsed.meta.get(key)!r}, "
                 f"expected {value!r}"
             )
-    if parsed.meta.get("weights_fingerprint") != weights_fingerprint:
+    fingerprint = parsed.meta.get("weights_fingerprint")
+    if fingerprint != description.weights_fingerprint:
         raise IdentityMismatch(
-            f"request {request.request_id} was answered by weights "
-            f"{parsed.meta.get('weights_fingerprint')}, this run is pinned to {weights_fingerprint}"
+            f"request {request.request_id} was answered by weights {fingerprint}, "
+            f"this run is pinned to {description.weights_fingerprint}"
         )
     tensors = {name: tensor_from_frame(tensor) for name, tensor in parsed.tensors.items()}
-    return decode_target(tensors, request, vocab_size=vocab_size)
+    return decode_target(tensors, request, description)
 
 
 def decode_target(
-    tensors: Mapping[str, Tensor], request: ScoreRequest, *, vocab_size: int
+    tensors: Mapping[str, Tensor], request: ScoreRequest, description: TeacherDescription
 ) -> TeacherTarget:
     """Check and widen encoded tensors, from a frame or from a teacher in this process.
 
     Raises:
         FrameCorrupt: a tensor is missing, misshapen or holds impossible values.
     """
-    num_positions = request.num_positions
+    spec, num_positions, width = request.target, request.num_positions, description.hidden_size
     shape = (num_positions,)
-    entropy_N = take(tensors, "entropy", dtype=torch.float32, shape=shape)
-    gold_N = take(tensors, "gold_logprob", dtype=torch.float32, shape=shape)
+    entropy_N = take(tensors, "entropy", dtype=torch.float16, shape=shape).float()
+    gold_N = take(tensors, "gold_logprob", dtype=torch.float16, shape=shape).float()
     check_no_nan(entropy_N, "entropy")
     check_no_nan(gold_N, "gold_logprob")
-    decoded = CODECS[request.target.codec].decode(
-        tensors, request.target, vocab_size=vocab_size, num_positions=num_positions
+    candidates_NC = None
+    if request.num_candidates:
+        shape_NC = (num_positions, request.num_candidates)
+        candidates_NC = take(tensors, "candidate_logprobs", dtype=torch.float32, shape=shape_NC)
+        check_no_nan(candidates_NC, "candidate_logprobs")
+    num_states = request.num_tokens if spec.has_all_states else num_positions
+    states: dict[int, tuple[Tensor, Tensor]] = {}
+    for layer in spec.hidden_layers:
+        name = f"layer_{layer}"
+        taken = take_states(tensors, spec.state_codec, name=name, shape=(num_states, width))
+        states[layer] = taken[name], taken[f"{name}_scale"]
+    decoded = CODECS[spec.codec].decode(
+        tensors,
+        spec,
+        vocab_size=description.vocab_size,
+        hidden_size=width,
+        num_positions=num_positions,
     )
     return TeacherTarget(
-        spec=request.target,
+        spec=spec,
         num_positions=num_positions,
         tensors=decoded,
         entropy_N=entropy_N,
         gold_logprob_N=gold_N,
+        states=states,
+        candidate_logprobs_NC=candidates_NC,
     )
 
 

@@ -30,6 +30,15 @@ class CodecId(enum.IntEnum):
 
     TOPK = 1
     DENSE = 2
+    THRESHOLD = 3
+    HIDDEN8 = 4
+
+
+class StateCodecId(enum.IntEnum):
+    """The codecs of inner layers' states; equal to enum `StateCodec` of the IDL."""
+
+    MID4 = 1
+    MID8 = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +49,35 @@ class TargetSpec:
         codec: how the distribution is compressed.
         temperature: divisor of the logits, > 0, applied by the teacher, once.
         top_k: entries kept per position; only for `CodecId.TOPK`.
+        num_draws: N of `CodecId.THRESHOLD`; probabilities from 1/N on are kept exactly.
+        seed: of the random draws, an unsigned 64-bit integer. A row's draws depend on it and on the
+            row alone, not on its company in a batch.
         hidden_layers: layers whose states are wanted; 0 is the embedding output.
+        state_codec: how those states travel.
+        has_all_states: states of every token and not only of the wanted positions, as
+            keys of an attention loss.
     """
 
     codec: CodecId
     temperature: float = 1.0
     top_k: int = 0
+    num_draws: int = 0
+    seed: int = 0
     hidden_layers: tuple[int, ...] = ()
+    state_codec: StateCodecId = StateCodecId.MID8
+    has_all_states: bool = False
 
     def __post_init__(self) -> None:
         if not (self.temperature > 0 and np.isfinite(self.temperature)):
             raise RequestInvalid(f"temperature must be a finite number > 0, got {self.temperature}")
         if self.codec is CodecId.TOPK and self.top_k < 1:
             raise RequestInvalid(f"codec topk needs top_k >= 1, got {self.top_k}")
+        if self.codec is CodecId.THRESHOLD and self.num_draws < 2:
+            raise RequestInvalid(f"codec threshold needs num_draws >= 2, got {self.num_draws}")
+        if not 0 <= self.seed < 2**64:
+            raise RequestInvalid(f"seed must be in [0, 2**64), got {self.seed}")
+        if len(set(self.hidden_layers)) != len(self.hidden_layers):
+            raise RequestInvalid(f"hidden_layers {self.hidden_layers} names a layer twice")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +92,8 @@ class ScoreRequest:
         position_mask_T: True at input position t asks for the distribution of token t + 1.
         target: codec, temperature and options.
         expected_weights_fingerprint: "" = not checked.
+        candidate_ids_NC: int32, ids whose log-probabilities are wanted besides, C at each
+            wanted position; None = none.
     """
 
     request_id: str
@@ -75,6 +102,7 @@ class ScoreRequest:
     position_mask_T: BoolArray
     target: TargetSpec
     expected_weights_fingerprint: str = ""
+    candidate_ids_NC: Int32Array | None = None
 
     def __post_init__(self) -> None:
         if len(self.request_id) > MAX_REQUEST_ID_CHARACTERS:
@@ -118,6 +146,14 @@ class ScoreRequest:
                 f"has no next token; the mask may cover the {last} positions before it"
             )
 
+        if self.candidate_ids_NC is not None:
+            shape = self.candidate_ids_NC.shape
+            if len(shape) != 2 or shape[0] != self.num_positions or shape[1] < 1:
+                raise RequestInvalid(
+                    f"candidate ids of request {self.request_id} have shape {shape}, "
+                    f"expected at least one for each of {self.num_positions} wanted positions"
+                )
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows, T."""
@@ -127,6 +163,11 @@ class ScoreRequest:
     def num_positions(self) -> int:
         """Wanted positions, N."""
         return int(self.position_mask_T.sum())
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates of each wanted position, C."""
+        return 0 if self.candidate_ids_NC is None else int(self.candidate_ids_NC.shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +194,7 @@ class Limits:
     """Tokens of one row; at most the model's positions."""
 
     max_top_k: int
-    """Entries per position of the topk codec."""
+    """Entries per position of the topk codec, draws of threshold, candidates."""
 
     max_answer_bytes: int
     """Bytes of one answer's frame, known before anything is computed."""

@@ -9,7 +9,18 @@ from student_trainer.losses.divergence import (
     generalized_jsd,
     log_buckets,
     reverse_kl,
+    sampled_forward_kl,
 )
+from student_trainer.losses.hidden import hidden_cosine, hidden_mse
 from student_trainer.losses.linear_chunked import chunked_loss
 
-__all__ = ["chunked_loss", "forward_kl", "generalized_jsd", "log_buckets", "reverse_kl"]
+__all__ = [
+    "chunked_loss",
+    "forward_kl",
+    "generalized_jsd",
+    "hidden_cosine",
+    "hidden_mse",
+    "log_buckets",
+    "reverse_kl",
+    "sampled_forward_kl",
+]

@@ -90,6 +90,35 @@ def generalized_jsd(teacher_NB: Tensor, student_NB: Tensor, *, beta: float) -> T
     return beta * _kl(teacher_NB, mixture_NB) + (1 - beta) * _kl(student_NB, mixture_NB)
 
 
+def sampled_forward_kl(
+    logits_NV: Tensor,
+    token_ids_NW: Tensor,
+    weights_NW: Tensor,
+    entropy_N: Tensor,
+    *,
+    temperature: float,
+) -> Tensor:
+    """Estimate KL(teacher || student) from weighted tokens: sum w (-log q) - H(teacher).
+
+    Unbiased in value and gradient where the weights are unbiased for the teacher's
+    probabilities. A single position may be below 0, because entropy and draws are apart.
+
+    Args:
+        logits_NV: [N, V] student logits, any float dtype.
+        token_ids_NW: [N, W] int64; padding has weight 0.
+        weights_NW: [N, W] float32, about 1 in sum.
+        entropy_N: [N] float32, nats, of the teacher at `temperature`.
+        temperature: divisor of the student's logits, > 0.
+
+    Returns:
+        [N] float32, nats.
+    """
+    scaled_NV = logits_NV.float() / temperature
+    normaliser_N1 = scaled_NV.logsumexp(-1, keepdim=True)
+    surprisal_NW = normaliser_N1 - scaled_NV.gather(-1, token_ids_NW)
+    return (weights_NW * surprisal_NW).sum(-1) - entropy_N
+
+
 def _kl(weight_NB: Tensor, other_NB: Tensor) -> Tensor:
     """Sum p (log p - log q) - p + q, which is the KL because both sides sum to 1.
 

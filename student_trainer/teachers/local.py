@@ -22,7 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from distill_wire.causal_lm import CausalLMParts, check_parts, head_function, split_causal_lm
 from distill_wire.handshake import describe_teacher
-from distill_wire.targets import decode_target, encode_positions
+from distill_wire.head import TeacherHead, head_of
+from distill_wire.scoring import encode_answer
+from distill_wire.targets import decode_target
 from distill_wire.types import Limits, ScoreRequest, TeacherDescription, Timings
 from student_trainer.teachers.source import ScoredTarget, name_samples
 
@@ -35,7 +37,7 @@ class _Question:
 
     request: ScoreRequest
     positions_N: Tensor
-    gold_ids_N: Tensor
+    tokens_T: Tensor
 
 
 class LocalTeacher:
@@ -49,6 +51,7 @@ class LocalTeacher:
         device: torch.device,
         is_sharded: bool,
         head_chunk_tokens: int,
+        keeps_head: bool = True,
     ) -> None:
         """Take over a loaded model.
 
@@ -58,13 +61,16 @@ class LocalTeacher:
             device: where it runs.
             is_sharded: shard it over all ranks with FSDP2.
             head_chunk_tokens: positions whose logits exist at once.
+            keeps_head: let `fetch_head` give the head; when sharded, each rank keeps it whole.
         """
+        self._keeps_head = keeps_head
         self._model = model.eval().requires_grad_(False)
         self._token_map = token_map
         self._device = device
         self._is_sharded = is_sharded
         self._head_chunk_tokens = head_chunk_tokens
         self._description: TeacherDescription | None = None
+        self._output_head: TeacherHead | None = None
 
     def connect(self) -> TeacherDescription:
         """Place the model, shard it and say who it is; later calls only answer."""
@@ -88,6 +94,10 @@ class LocalTeacher:
                 ),
             )
             self._bind_scoring_forward(parts, self._description.vocab_size)
+            head = head_of(parts, vocab_size=self._description.vocab_size)
+            if self._keeps_head:
+                # The parameters become shards, which the student could not read.
+                self._output_head = head.clone() if self._is_sharded else head
             if self._is_sharded:
                 _shard(self._model)
         return self._description
@@ -95,6 +105,13 @@ class LocalTeacher:
     def token_map(self) -> tuple[str, ...]:
         """Give the tokens by id."""
         return self._token_map
+
+    def fetch_head(self) -> TeacherHead:
+        """Give the output head."""
+        self.connect()
+        if self._output_head is None:
+            raise RuntimeError("this teacher was built with keeps_head=False and gives no head")
+        return self._output_head
 
     def submit(self, request: ScoreRequest, *, sample_ids: tuple[str, ...]) -> _LocalPending:
         """Remember a request; it runs when its result is asked for."""
@@ -116,14 +133,13 @@ class LocalTeacher:
         wanted_BT = pad_sequence(
             list(torch.from_numpy(request.position_mask_T).split(lengths)), batch_first=True
         )
-        positions_N = wanted_BT.flatten().nonzero().squeeze(-1).to(self._device)
         question = _Question(
             request=request,
-            positions_N=positions_N,
-            gold_ids_N=input_ids.flatten()[positions_N + 1],
+            positions_N=wanted_BT.flatten().nonzero().squeeze(-1).to(self._device),
+            tokens_T=attention_mask.flatten().nonzero().squeeze(-1),
         )
         encoded = self._model(input_ids=input_ids, attention_mask=attention_mask, question=question)
-        target = decode_target(encoded, request, vocab_size=description.vocab_size)
+        target = decode_target(encoded, request, description)
         timings = Timings(
             forward_s=time.perf_counter() - start,
             batch_tokens=request.num_tokens,
@@ -138,15 +154,23 @@ class LocalTeacher:
         def forward(
             *, input_ids: Tensor, attention_mask: Tensor, question: _Question
         ) -> dict[str, Tensor]:
-            trunk_output = parts.trunk(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            spec = question.request.target
+            output = parts.trunk(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                use_cache=False,
+                output_hidden_states=bool(spec.hidden_layers),
             )
-            hidden_BTD: Tensor = trunk_output.last_hidden_state
-            return encode_positions(
-                hidden_BTD.flatten(0, 1)[question.positions_N],
-                question.gold_ids_N,
+            states_N = question.tokens_T if spec.has_all_states else question.positions_N
+            return encode_answer(
+                question.request,
+                output.last_hidden_state.flatten(0, 1)[question.positions_N],
                 head=head,
-                spec=question.request.target,
+                vocab_size=vocab_size,
+                states={
+                    layer: output.hidden_states[layer].flatten(0, 1)[states_N]
+                    for layer in spec.hidden_layers
+                },
                 chunk_tokens=self._head_chunk_tokens,
             )
 

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
@@ -29,6 +30,7 @@ from distill_wire.errors import (
     VersionMismatch,
     error_from_status,
 )
+from distill_wire.head import TeacherHead, head_bytes_bound, read_head
 from distill_wire.targets import answer_bytes_bound, read_target
 from distill_wire.transport import channel_options
 from distill_wire.types import ScoreRequest, TeacherDescription, Timings
@@ -99,6 +101,18 @@ class RemoteTeacher:
     def token_map(self) -> tuple[str, ...]:
         """Ask the teacher for its whole token map."""
         return self._describe(include_token_map=True).token_map
+
+    def fetch_head(self) -> TeacherHead:
+        """Ask the teacher for its output head."""
+        if self._channel is None or self._description is None:
+            raise RuntimeError(f"connect() to the teacher at {self.url} before fetching its head")
+        message = pb.FetchHeadRequest(
+            wire_version=WIRE_VERSION,
+            expected_weights_fingerprint=self._description.weights_fingerprint,
+        )
+        call = TeacherStub(self._channel).FetchHead(message, timeout=self._request_timeout_s)
+        frame, _ = _receive(call, max_frame_bytes=head_bytes_bound(self._description))
+        return read_head(frame, self._description)
 
     def submit(self, request: ScoreRequest, *, sample_ids: tuple[str, ...]) -> Future[ScoredTarget]:
         """Start a request on a background thread."""
@@ -182,32 +196,28 @@ class RemoteTeacher:
 
     def _score(self, request: ScoreRequest) -> ScoredTarget:
         assert self._channel is not None and self._description is not None
-        vocab_size = self._description.vocab_size
-        joiner = ChunkJoiner(
-            max_frame_bytes=answer_bytes_bound(
-                request.target, vocab_size=vocab_size, num_positions=request.num_positions
-            )
+        call = TeacherStub(self._channel).Score(
+            request_to_proto(request), timeout=self._request_timeout_s
         )
-        timings = Timings()
-        try:
-            for chunk in TeacherStub(self._channel).Score(
-                request_to_proto(request), timeout=self._request_timeout_s
-            ):
-                joiner.add(chunk.data, frame_bytes=chunk.frame_bytes)
-                if chunk.HasField("timings"):
-                    timings = timings_from_proto(chunk.timings)
-        except grpc.RpcError as exc:
-            raise _error_of(exc) from exc
-        frame = joiner.finish()
-        target = read_target(
-            frame,
-            request,
-            vocab_size=vocab_size,
-            weights_fingerprint=self._description.weights_fingerprint,
-        )
+        max_bytes = answer_bytes_bound(request, self._description)
+        frame, timings = _receive(call, max_frame_bytes=max_bytes)
+        target = read_target(frame, request, self._description)
         if torch.cuda.is_available():
             target = target.pin_memory()
         return ScoredTarget(target=target, answer_bytes=len(frame), timings=timings)
+
+
+def _receive(call: Iterable[pb.Chunk], *, max_frame_bytes: int) -> tuple[bytearray, Timings]:
+    joiner = ChunkJoiner(max_frame_bytes=max_frame_bytes)
+    timings = Timings()
+    try:
+        for chunk in call:
+            joiner.add(chunk.data, frame_bytes=chunk.frame_bytes)
+            if chunk.HasField("timings"):
+                timings = timings_from_proto(chunk.timings)
+    except grpc.RpcError as exc:
+        raise _error_of(exc) from exc
+    return joiner.finish(), timings
 
 
 def _error_of(exc: grpc.RpcError) -> DistillError:

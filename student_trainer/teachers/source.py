@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from distill_wire.head import TeacherHead
 from distill_wire.targets import TeacherTarget
 from distill_wire.types import ScoreRequest, TeacherDescription, Timings
 
@@ -53,6 +54,13 @@ class TeacherSource(Protocol):
 
     def token_map(self) -> tuple[str, ...]:
         """Give the teacher's tokens by id, () if it has none; only asked for on a mismatch."""
+
+    def fetch_head(self) -> TeacherHead:
+        """Give the teacher's output head, whole, for targets that are hidden states.
+
+        Raises:
+            DistillError: it cannot be had.
+        """
 
     def submit(self, request: ScoreRequest, *, sample_ids: tuple[str, ...]) -> PendingTarget:
         """Start a request."""

@@ -7,7 +7,7 @@ coroutine; that marks the request, so the queue drops it before the device.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -56,15 +56,23 @@ class TeacherService(TeacherServicer):
         except DistillError as exc:
             self._metrics.requests.labels(code=STATUS_OF[type(exc)]).inc()
             await _abort(context, exc)
-        num_chunks = max(1, -(-len(frame) // CHUNK_BYTES))
-        for index, data in enumerate(split_frame(frame)):
-            yield pb.Chunk(
-                data=data,
-                frame_bytes=len(frame) if index == 0 else 0,
-                timings=timings_to_proto(timings) if index == num_chunks - 1 else None,
-            )
+        for chunk in _chunks(frame, timings):
+            yield chunk
         self._metrics.requests.labels(code="OK").inc()
         self._metrics.answer_bytes.inc(len(frame))
+
+    async def FetchHead(
+        self, message: pb.FetchHeadRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.Chunk]:
+        """Send the output head."""
+        try:
+            check_wire_version(message.wire_version, whose="the client")
+            expected = message.expected_weights_fingerprint
+            frame = await asyncio.to_thread(self._admission.head_frame, expected)
+        except DistillError as exc:
+            await _abort(context, exc)
+        for chunk in _chunks(frame, Timings()):
+            yield chunk
 
     async def _wait_for_answer(
         self, message: pb.ScoreRequest, context: grpc.aio.ServicerContext
@@ -83,6 +91,16 @@ class TeacherService(TeacherServicer):
             entry.is_cancelled = True
             # Swallowing it would leak the call in grpc (grpc#43360).
             raise
+
+
+def _chunks(frame: memoryview, timings: Timings) -> Iterator[pb.Chunk]:
+    num_chunks = max(1, -(-len(frame) // CHUNK_BYTES))
+    for index, data in enumerate(split_frame(frame)):
+        yield pb.Chunk(
+            data=data,
+            frame_bytes=len(frame) if index == 0 else 0,
+            timings=timings_to_proto(timings) if index == num_chunks - 1 else None,
+        )
 
 
 def _resolve(future: asyncio.Future[Any], outcome: Any) -> None:

@@ -10,15 +10,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from distill_wire.causal_lm import head_function
 from distill_wire.errors import TeacherFailed
-from distill_wire.targets import encode_positions, write_target
+from distill_wire.head import head_of, write_head
+from distill_wire.scoring import encode_answer
+from distill_wire.targets import write_target
 from distill_wire.types import ScoreRequest, Timings
-from teacher_server.engine.forward import wanted_hidden_states
+from teacher_server.engine.forward import Row, RowStates, row_states
 from teacher_server.engine.model import LoadedTeacher
 
 
@@ -50,15 +50,12 @@ class Scorer:
             Per request, in order, its answer, or why it has none.
         """
         start = time.perf_counter()
-        rows = [row for request in requests for row in _split(request.token_ids_T, request)]
-        masks = [mask for request in requests for mask in _split(request.position_mask_T, request)]
-        hidden = wanted_hidden_states(
-            self._teacher.parts.trunk,
-            [row.long() for row in rows],
-            masks,
-            max_padded_tokens=self._max_batch_tokens,
-            device=self._teacher.device,
-        )
+        rows = [_rows_of(request) for request in requests]
+        if self._teacher.device.type == "cpu":
+            # Company wins nothing on a CPU, and alone a request gets the same bits every time.
+            states = [state for own in rows for state in self._run(own)]
+        else:
+            states = self._run([row for own in rows for row in own])
         if self._teacher.device.type == "cuda":
             torch.cuda.synchronize(self._teacher.device)
         forward_s = time.perf_counter() - start
@@ -66,11 +63,11 @@ class Scorer:
         answers: list[Answer | TeacherFailed] = []
         first_row = 0
         for request in requests:
-            own = hidden[first_row : first_row + len(request.row_lengths_R)]
+            own = states[first_row : first_row + len(request.row_lengths_R)]
             first_row += len(request.row_lengths_R)
             encode_start = time.perf_counter()
             try:
-                frame = self._encode(request, torch.cat(own))
+                frame = self._encode(request, own)
             except TeacherFailed as exc:
                 answers.append(exc)
                 continue
@@ -83,26 +80,49 @@ class Scorer:
             answers.append(Answer(frame=frame, timings=timings))
         return answers
 
-    def _encode(self, request: ScoreRequest, hidden_ND: Tensor) -> memoryview:
-        wanted_N = np.flatnonzero(request.position_mask_T)
-        gold_ids_N = torch.from_numpy(request.token_ids_T[wanted_N + 1]).long()
-        encoded = encode_positions(
-            hidden_ND,
-            gold_ids_N.to(hidden_ND.device),
-            head=self._head,
-            spec=request.target,
-            chunk_tokens=self._head_chunk_tokens,
-            name_position=lambda index: _name_position(request, int(wanted_N[index])),
+    def _run(self, rows: Sequence[Row]) -> list[RowStates]:
+        return row_states(
+            self._teacher.parts.trunk,
+            rows,
+            max_padded_tokens=self._max_batch_tokens,
+            device=self._teacher.device,
         )
-        fingerprint = self._teacher.description.weights_fingerprint
+
+    def head_frame(self) -> memoryview:
+        """Frame the output head."""
+        description = self._teacher.description
+        head = head_of(self._teacher.parts, vocab_size=description.vocab_size)
+        return write_head(head, weights_fingerprint=description.weights_fingerprint)
+
+    def _encode(self, request: ScoreRequest, rows: Sequence[RowStates]) -> memoryview:
+        description = self._teacher.description
+        encoded = encode_answer(
+            request,
+            torch.cat([row.last_nD for row in rows]),
+            head=self._head,
+            vocab_size=description.vocab_size,
+            states={
+                layer: torch.cat([row.layers[layer] for row in rows])
+                for layer in request.target.hidden_layers
+            },
+            chunk_tokens=self._head_chunk_tokens,
+        )
+        fingerprint = description.weights_fingerprint
         return write_target(encoded, request, weights_fingerprint=fingerprint)
 
 
-def _split(values_T: np.ndarray, request: ScoreRequest) -> list[Tensor]:
-    return list(torch.from_numpy(values_T).split(request.row_lengths_R.tolist()))
-
-
-def _name_position(request: ScoreRequest, token: int) -> str:
-    starts_R = np.concatenate([[0], np.cumsum(request.row_lengths_R)])
-    row = int(np.searchsorted(starts_R, token, side="right")) - 1
-    return f"position {token - int(starts_R[row])} of row {row}"
+def _rows_of(request: ScoreRequest) -> list[Row]:
+    lengths = request.row_lengths_R.tolist()
+    return [
+        Row(
+            token_ids_T=ids.long(),
+            mask_T=mask,
+            layers=request.target.hidden_layers,
+            has_all_states=request.target.has_all_states,
+        )
+        for ids, mask in zip(
+            torch.from_numpy(request.token_ids_T).split(lengths),
+            torch.from_numpy(request.position_mask_T).split(lengths),
+            strict=True,
+        )
+    ]

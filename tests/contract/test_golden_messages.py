@@ -41,7 +41,8 @@ REQUEST_BYTES = bytes.fromhex(
     "1a 14 07000000 00000000 2c010000 01000000 ffffff7f"  # 3 token_ids: int32, little-endian
     "22 02 03 02"  # 4 row_lengths: 3, 2
     "2a 01 0b"  # 5 position_mask: 0b01011, the first token in the lowest bit
-    "32 0e 08 01 15 00000040 18 ac02 22 02 00 0c"  # 6 target: topk, 2.0, k 300, layers 0 and 12
+    "32 10 08 01 15 00000040 18 ac02 22 02 00 0c 38 02"  # 6 target: topk, 2.0, k 300, layers
+    # 0 and 12 as mid8
     "3a 02 6162"  # 7 expected_weights_fingerprint: ab
 )
 

@@ -10,7 +10,7 @@ import pytest
 import distill_wire.v1
 from distill_wire import WIRE_VERSION
 from distill_wire.codecs import CODECS, codec_by_name
-from distill_wire.types import CodecId
+from distill_wire.types import CodecId, StateCodecId
 from distill_wire.v1 import teacher_pb2 as pb
 from distill_wire.v1.teacher_pb2_grpc import TeacherStub
 
@@ -52,8 +52,20 @@ FIELDS = {
         "position_mask": 5,
         "target": 6,
         "expected_weights_fingerprint": 7,
+        "candidate_ids": 8,
+        "num_candidates": 9,
     },
-    "TargetSpec": {"codec": 1, "temperature": 2, "top_k": 3, "hidden_layers": 4},
+    "FetchHeadRequest": {"wire_version": 1, "expected_weights_fingerprint": 2},
+    "TargetSpec": {
+        "codec": 1,
+        "temperature": 2,
+        "top_k": 3,
+        "hidden_layers": 4,
+        "num_draws": 5,
+        "seed": 6,
+        "state_codec": 7,
+        "has_all_states": 8,
+    },
     "Chunk": {"data": 1, "frame_bytes": 2, "timings": 3},
     "Timings": {
         "queue_s": 1,
@@ -81,7 +93,7 @@ def test_every_message_is_in_the_table() -> None:
     assert set(pb.DESCRIPTOR.message_types_by_name) == set(FIELDS)
 
 
-def test_the_service_answers_score_with_a_stream() -> None:
+def test_answers_of_any_size_are_streams() -> None:
     service = pb.DESCRIPTOR.services_by_name["Teacher"]
 
     calls = {
@@ -92,6 +104,7 @@ def test_the_service_answers_score_with_a_stream() -> None:
     assert calls == {
         "Describe": ("DescribeRequest", "TeacherDescription", False),
         "Score": ("ScoreRequest", "Chunk", True),
+        "FetchHead": ("FetchHeadRequest", "Chunk", True),
     }
     assert not any(method.client_streaming for method in service.methods)
 
@@ -103,6 +116,13 @@ def test_every_codec_of_the_idl_has_an_id_and_one_implementation() -> None:
     assert idl == {f"CODEC_{codec.name}": codec.value for codec in CodecId}
     assert idl == {f"CODEC_{codec.name.upper()}": number for number, codec in CODECS.items()}
     assert all(codec.id is number for number, codec in CODECS.items())
+
+
+def test_every_state_codec_of_the_idl_has_an_id() -> None:
+    idl = dict(pb.StateCodec.items())
+
+    assert idl.pop("STATE_CODEC_UNSPECIFIED") == 0
+    assert idl == {f"STATE_CODEC_{codec.name}": codec.value for codec in StateCodecId}
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)

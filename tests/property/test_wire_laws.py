@@ -17,7 +17,7 @@ from distill_wire.chunking import ChunkJoiner, split_frame
 from distill_wire.convert import request_from_proto, request_to_proto
 from distill_wire.errors import FrameCorrupt, RequestInvalid, VersionMismatch
 from distill_wire.frame import ITEM_BYTES, Frame, FrameTensor, read_frame, write_frame
-from distill_wire.types import CodecId, ScoreRequest, TargetSpec
+from distill_wire.types import CodecId, ScoreRequest, StateCodecId, TargetSpec
 from distill_wire.v1 import teacher_pb2 as pb
 
 LAW = settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -177,6 +177,11 @@ def requests(draw: st.DrawFn) -> ScoreRequest:
     mask = np.array(draw(st.lists(st.booleans(), min_size=total, max_size=total)), np.bool_)
     mask[np.cumsum(lengths) - 1] = False
     codec = draw(st.sampled_from(CodecId))
+    layers = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=3, unique=True)))
+    candidates = None
+    if mask.any() and draw(st.booleans()):
+        shape = (int(mask.sum()), draw(st.integers(1, 3)))
+        candidates = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
     return ScoreRequest(
         request_id=draw(st.text(max_size=256)),
         token_ids_T=np.array(ids, np.int32),
@@ -187,9 +192,15 @@ def requests(draw: st.DrawFn) -> ScoreRequest:
             # A float32 on the wire: other temperatures arrive rounded.
             temperature=draw(st.floats(min_value=2.0**-126, max_value=2.0**127, width=32)),
             top_k=draw(st.integers(1 if codec is CodecId.TOPK else 0, 2**32 - 1)),
-            hidden_layers=tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=3))),
+            num_draws=draw(st.integers(2 if codec is CodecId.THRESHOLD else 0, 2**32 - 1)),
+            seed=draw(st.integers(0, 2**64 - 1)),
+            hidden_layers=layers,
+            # Not sent where there is nothing to say with it.
+            state_codec=draw(st.sampled_from(StateCodecId)) if layers else StateCodecId.MID8,
+            has_all_states=draw(st.booleans()),
         ),
         expected_weights_fingerprint=draw(st.text(max_size=40)),
+        candidate_ids_NC=candidates,
     )
 
 
@@ -205,6 +216,8 @@ def test_a_request_comes_back_as_it_was(request: ScoreRequest) -> None:
         assert back.dtype == expected.dtype
         np.testing.assert_array_equal(back, expected)
     assert found.target == request.target
+    assert found.num_candidates == request.num_candidates
+    np.testing.assert_array_equal(found.candidate_ids_NC, request.candidate_ids_NC)
     assert found.request_id == request.request_id
     assert found.expected_weights_fingerprint == request.expected_weights_fingerprint
 
@@ -215,6 +228,8 @@ def test_a_request_comes_back_as_it_was(request: ScoreRequest) -> None:
     row_lengths=st.lists(st.integers(0, 6) | st.integers(0, 2**32 - 1), max_size=4),
     position_mask=st.binary(max_size=2),
     codec=st.integers(-1, 8),
+    candidates=st.binary(max_size=9),
+    num_candidates=st.integers(0, 3) | st.integers(0, 2**32 - 1),
     temperature=st.floats(width=32),
     top_k=st.integers(0, 2**32 - 1),
     version=st.sampled_from([1, 1, 1, 2]),
@@ -224,6 +239,8 @@ def test_any_message_is_a_request_or_refused(
     row_lengths: list[int],
     position_mask: bytes,
     codec: int,
+    candidates: bytes,
+    num_candidates: int,
     temperature: float,
     top_k: int,
     version: int,
@@ -235,6 +252,8 @@ def test_any_message_is_a_request_or_refused(
         row_lengths=row_lengths,
         position_mask=position_mask,
         target=pb.TargetSpec(codec=codec, temperature=temperature, top_k=top_k),
+        candidate_ids=candidates,
+        num_candidates=num_candidates,
     )
 
     try:

@@ -96,14 +96,19 @@ class Client:
             if chunk.HasField("timings"):
                 timings = timings_from_proto(chunk.timings)
         description = self.describe()
-        target = read_target(
-            joiner.finish(),
-            request,
-            vocab_size=description.vocab_size,
-            weights_fingerprint=description.weights_fingerprint,
-        )
+        target = read_target(joiner.finish(), request, description)
         assert timings is not None, "the last chunk carries the timings"
         return target, timings
+
+    def fetch_head(self, *, expected: str = "") -> bytearray:
+        """Fetch the output head's frame."""
+        message = pb.FetchHeadRequest(
+            wire_version=WIRE_VERSION, expected_weights_fingerprint=expected
+        )
+        joiner = ChunkJoiner(max_frame_bytes=1 << 31)
+        for chunk in self.stub.FetchHead(message, timeout=60):
+            joiner.add(chunk.data, frame_bytes=chunk.frame_bytes)
+        return joiner.finish()
 
     def refusal(self, message: pb.ScoreRequest) -> grpc.RpcError:
         """Send a message that must be refused; give the error."""

@@ -1,16 +1,18 @@
-"""What every codec can do: say its price, encode on the device, decode and check.
+"""What every codec can do: say its price and its use, encode on the device, decode and check.
 
-A codec is stateless. It sees the teacher's logits of a few hundred positions at a
-time, after soft-cap and scale and cut to the real vocabulary, and gives tensors
-whose first dimension is the position; chunks are concatenated by the caller.
+A codec is stateless. It sees the teacher's hidden states and log-probabilities of a few
+hundred positions at a time, after soft-cap and scale and cut to the real vocabulary, and gives
+tensors that the caller concatenates over the chunks; `pack` then turns them into what travels.
 
-Shapes: N = positions, V = real tokens, K = kept entries.
+Shapes: N = positions, V = real tokens, D = width.
 Depends on: torch. Knows nothing of frames, gRPC or models.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,11 +22,42 @@ from distill_wire.errors import FrameCorrupt
 from distill_wire.types import CodecId, TargetSpec
 
 
+class LossKind(enum.Enum):
+    """The distillation losses a codec may feed, by the names users know."""
+
+    FORWARD_KL = "forward KL"
+    REVERSE_KL = "reverse KL"
+    JSD = "JSD"
+
+
+ALL_LOSSES = frozenset(LossKind)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TeacherScores:
+    """What the teacher thinks of some positions, fp32 on its device.
+
+    Attributes:
+        hidden_ND: last hidden states after the final norm, in the teacher's dtype.
+        logits_NV: logits less each row's maximum: no softmax sees the maximum, but fp32
+            rounds by it, 0.002 at 30,000.
+        logprobs_NV: at the requested temperature, over the real tokens.
+        phases_N: float64 in [0, 1), the random number of each position.
+    """
+
+    hidden_ND: Tensor
+    logits_NV: Tensor
+    logprobs_NV: Tensor
+    phases_N: Tensor
+
+
 class Codec(Protocol):
-    """Three verbs and an a-priori size."""
+    """A way to say a distribution in few bytes."""
 
     id: CodecId
     name: str
+    losses: frozenset[LossKind]
+    """What it may feed; everything else is refused by name."""
 
     def check(self, spec: TargetSpec, *, vocab_size: int) -> None:
         """Refuse options that cannot be served.
@@ -33,11 +66,14 @@ class Codec(Protocol):
             RequestInvalid: an option is out of range for this vocabulary.
         """
 
-    def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int) -> int:
-        """Tensor bytes one position costs, exactly; frame header and padding excluded."""
+    def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int, hidden_size: int) -> int:
+        """Tensor bytes one position costs at most; frame header and padding excluded."""
 
-    def encode(self, logits_NV: Tensor, spec: TargetSpec) -> dict[str, Tensor]:
-        """Compress fp32 logits; `spec.temperature` is applied here, once."""
+    def encode(self, scores: TeacherScores, spec: TargetSpec) -> dict[str, Tensor]:
+        """Compress a chunk of positions; the tensors of chunks are concatenated."""
+
+    def pack(self, tensors: dict[str, Tensor], *, vocab_size: int) -> dict[str, Tensor]:
+        """Turn the concatenated tensors into those that travel."""
 
     def decode(
         self,
@@ -45,9 +81,10 @@ class Codec(Protocol):
         spec: TargetSpec,
         *,
         vocab_size: int,
+        hidden_size: int,
         num_positions: int,
     ) -> dict[str, Tensor]:
-        """Check untrusted tensors and widen them for the losses.
+        """Check untrusted tensors and widen them for the losses; the first dimension is N.
 
         Raises:
             FrameCorrupt: a tensor is missing, has another shape or dtype, or holds
@@ -84,3 +121,13 @@ def check_no_nan(tensor: Tensor, name: str) -> None:
     if bad.any():
         position = int(bad.reshape(bad.shape[0], -1).any(-1).nonzero()[0, 0])
         raise FrameCorrupt(f"tensor {name} holds NaN or +inf at wanted position {position}")
+
+
+def check_scales(scale: Tensor, name: str) -> None:
+    """Refuse scales that no quantiser makes: NaN, infinite or negative.
+
+    Raises:
+        FrameCorrupt: the tensor holds one.
+    """
+    if not ((scale >= 0) & (scale < torch.inf)).all():
+        raise FrameCorrupt(f"tensor {name} holds a scale that is not finite and >= 0")

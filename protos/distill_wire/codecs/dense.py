@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distill_wire.codecs.base import check_no_nan, take
+from distill_wire.codecs.base import ALL_LOSSES, TeacherScores, check_no_nan, take
 from distill_wire.types import CodecId, TargetSpec
 
 
@@ -24,17 +24,22 @@ class DenseCodec:
 
     id = CodecId.DENSE
     name = "dense"
+    losses = ALL_LOSSES
 
     def check(self, spec: TargetSpec, *, vocab_size: int) -> None:
         """Everything is allowed: the loss applies the temperature."""
 
-    def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int) -> int:
+    def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int, hidden_size: int) -> int:
         """2V."""
         return 2 * vocab_size
 
-    def encode(self, logits_NV: Tensor, spec: TargetSpec) -> dict[str, Tensor]:
+    def encode(self, scores: TeacherScores, spec: TargetSpec) -> dict[str, Tensor]:
         """Round to float16; the temperature is left to the loss, which knows the logits."""
-        return {"logits": (logits_NV - logits_NV.amax(-1, keepdim=True)).half()}
+        return {"logits": scores.logits_NV.half()}
+
+    def pack(self, tensors: dict[str, Tensor], *, vocab_size: int) -> dict[str, Tensor]:
+        """Nothing is left to do."""
+        return tensors
 
     def decode(
         self,
@@ -42,6 +47,7 @@ class DenseCodec:
         spec: TargetSpec,
         *,
         vocab_size: int,
+        hidden_size: int,
         num_positions: int,
     ) -> dict[str, Tensor]:
         """Give `logits` as they came, float16 [N, V]; the loss widens one chunk at a time."""

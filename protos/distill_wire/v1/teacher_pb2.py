@@ -14,15 +14,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64istill_wire/v1/teacher.proto\x12\x0f\x64istill_wire.v1\"B\n\x0f\x44\x65scribeRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x19\n\x11include_token_map\x18\x02 \x01(\x08\"\xce\x03\n\x12TeacherDescription\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x04 \x01(\t\x12\x1d\n\x15token_map_fingerprint\x18\x05 \x01(\t\x12\x11\n\thead_rows\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x13\n\x0bhidden_size\x18\x08 \x01(\r\x12\x12\n\nnum_layers\x18\t \x01(\r\x12\x38\n\x0flogit_transform\x18\n \x01(\x0b\x32\x1f.distill_wire.v1.LogitTransform\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12 \n\x18\x61ttention_implementation\x18\x0c \x01(\t\x12&\n\x06\x63odecs\x18\r \x03(\x0e\x32\x16.distill_wire.v1.Codec\x12\'\n\x06limits\x18\x0e \x01(\x0b\x32\x17.distill_wire.v1.Limits\x12#\n\x04load\x18\x0f \x01(\x0b\x32\x15.distill_wire.v1.Load\x12\x11\n\ttoken_map\x18\x10 \x03(\t\"0\n\x0eLogitTransform\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x0f\n\x07softcap\x18\x02 \x01(\x02\"i\n\x06Limits\x12\x1a\n\x12max_request_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_row_tokens\x18\x02 \x01(\r\x12\x11\n\tmax_top_k\x18\x03 \x01(\r\x12\x18\n\x10max_answer_bytes\x18\x04 \x01(\x04\"4\n\x04Load\x12\x14\n\x0cqueue_tokens\x18\x01 \x01(\x04\x12\x16\n\x0equeue_requests\x18\x02 \x01(\r\"\xca\x01\n\x0cScoreRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x13\n\x0brow_lengths\x18\x04 \x03(\r\x12\x15\n\rposition_mask\x18\x05 \x01(\x0c\x12+\n\x06target\x18\x06 \x01(\x0b\x32\x1b.distill_wire.v1.TargetSpec\x12$\n\x1c\x65xpected_weights_fingerprint\x18\x07 \x01(\t\"n\n\nTargetSpec\x12%\n\x05\x63odec\x18\x01 \x01(\x0e\x32\x16.distill_wire.v1.Codec\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x15\n\rhidden_layers\x18\x04 \x03(\r\"U\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66rame_bytes\x18\x02 \x01(\x04\x12)\n\x07timings\x18\x03 \x01(\x0b\x32\x18.distill_wire.v1.Timings\"m\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tforward_s\x18\x02 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x62\x61tch_tokens\x18\x04 \x01(\r\x12\x16\n\x0e\x62\x61tch_requests\x18\x05 \x01(\r*?\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x0e\n\nCODEC_TOPK\x10\x01\x12\x0f\n\x0b\x43ODEC_DENSE\x10\x02\x32\x9e\x01\n\x07Teacher\x12Q\n\x08\x44\x65scribe\x12 .distill_wire.v1.DescribeRequest\x1a#.distill_wire.v1.TeacherDescription\x12@\n\x05Score\x12\x1d.distill_wire.v1.ScoreRequest\x1a\x16.distill_wire.v1.Chunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64istill_wire/v1/teacher.proto\x12\x0f\x64istill_wire.v1\"B\n\x0f\x44\x65scribeRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x19\n\x11include_token_map\x18\x02 \x01(\x08\"\xce\x03\n\x12TeacherDescription\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x10\n\x08revision\x18\x03 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x04 \x01(\t\x12\x1d\n\x15token_map_fingerprint\x18\x05 \x01(\t\x12\x11\n\thead_rows\x18\x06 \x01(\r\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x13\n\x0bhidden_size\x18\x08 \x01(\r\x12\x12\n\nnum_layers\x18\t \x01(\r\x12\x38\n\x0flogit_transform\x18\n \x01(\x0b\x32\x1f.distill_wire.v1.LogitTransform\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12 \n\x18\x61ttention_implementation\x18\x0c \x01(\t\x12&\n\x06\x63odecs\x18\r \x03(\x0e\x32\x16.distill_wire.v1.Codec\x12\'\n\x06limits\x18\x0e \x01(\x0b\x32\x17.distill_wire.v1.Limits\x12#\n\x04load\x18\x0f \x01(\x0b\x32\x15.distill_wire.v1.Load\x12\x11\n\ttoken_map\x18\x10 \x03(\t\"0\n\x0eLogitTransform\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x0f\n\x07softcap\x18\x02 \x01(\x02\"i\n\x06Limits\x12\x1a\n\x12max_request_tokens\x18\x01 \x01(\r\x12\x16\n\x0emax_row_tokens\x18\x02 \x01(\r\x12\x11\n\tmax_top_k\x18\x03 \x01(\r\x12\x18\n\x10max_answer_bytes\x18\x04 \x01(\x04\"4\n\x04Load\x12\x14\n\x0cqueue_tokens\x18\x01 \x01(\x04\x12\x16\n\x0equeue_requests\x18\x02 \x01(\r\"\xf9\x01\n\x0cScoreRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x13\n\x0brow_lengths\x18\x04 \x03(\r\x12\x15\n\rposition_mask\x18\x05 \x01(\x0c\x12+\n\x06target\x18\x06 \x01(\x0b\x32\x1b.distill_wire.v1.TargetSpec\x12$\n\x1c\x65xpected_weights_fingerprint\x18\x07 \x01(\t\x12\x15\n\rcandidate_ids\x18\x08 \x01(\x0c\x12\x16\n\x0enum_candidates\x18\t \x01(\r\"N\n\x10\x46\x65tchHeadRequest\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12$\n\x1c\x65xpected_weights_fingerprint\x18\x02 \x01(\t\"\xd9\x01\n\nTargetSpec\x12%\n\x05\x63odec\x18\x01 \x01(\x0e\x32\x16.distill_wire.v1.Codec\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x15\n\rhidden_layers\x18\x04 \x03(\r\x12\x11\n\tnum_draws\x18\x05 \x01(\r\x12\x0c\n\x04seed\x18\x06 \x01(\x06\x12\x30\n\x0bstate_codec\x18\x07 \x01(\x0e\x32\x1b.distill_wire.v1.StateCodec\x12\x16\n\x0ehas_all_states\x18\x08 \x01(\x08\"U\n\x05\x43hunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x13\n\x0b\x66rame_bytes\x18\x02 \x01(\x04\x12)\n\x07timings\x18\x03 \x01(\x0b\x32\x18.distill_wire.v1.Timings\"m\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tforward_s\x18\x02 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x03 \x01(\x01\x12\x14\n\x0c\x62\x61tch_tokens\x18\x04 \x01(\r\x12\x16\n\x0e\x62\x61tch_requests\x18\x05 \x01(\r*g\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x0e\n\nCODEC_TOPK\x10\x01\x12\x0f\n\x0b\x43ODEC_DENSE\x10\x02\x12\x13\n\x0f\x43ODEC_THRESHOLD\x10\x03\x12\x11\n\rCODEC_HIDDEN8\x10\x04*U\n\nStateCodec\x12\x1b\n\x17STATE_CODEC_UNSPECIFIED\x10\x00\x12\x14\n\x10STATE_CODEC_MID4\x10\x01\x12\x14\n\x10STATE_CODEC_MID8\x10\x02\x32\xe8\x01\n\x07Teacher\x12Q\n\x08\x44\x65scribe\x12 .distill_wire.v1.DescribeRequest\x1a#.distill_wire.v1.TeacherDescription\x12@\n\x05Score\x12\x1d.distill_wire.v1.ScoreRequest\x1a\x16.distill_wire.v1.Chunk0\x01\x12H\n\tFetchHead\x12!.distill_wire.v1.FetchHeadRequest\x1a\x16.distill_wire.v1.Chunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'distill_wire.v1.teacher_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_CODEC']._serialized_start=1309
-  _globals['_CODEC']._serialized_end=1372
+  _globals['_CODEC']._serialized_start=1544
+  _globals['_CODEC']._serialized_end=1647
+  _globals['_STATECODEC']._serialized_start=1649
+  _globals['_STATECODEC']._serialized_end=1734
   _globals['_DESCRIBEREQUEST']._serialized_start=50
   _globals['_DESCRIBEREQUEST']._serialized_end=116
   _globals['_TEACHERDESCRIPTION']._serialized_start=119
@@ -34,13 +36,15 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_LOAD']._serialized_start=740
   _globals['_LOAD']._serialized_end=792
   _globals['_SCOREREQUEST']._serialized_start=795
-  _globals['_SCOREREQUEST']._serialized_end=997
-  _globals['_TARGETSPEC']._serialized_start=999
-  _globals['_TARGETSPEC']._serialized_end=1109
-  _globals['_CHUNK']._serialized_start=1111
-  _globals['_CHUNK']._serialized_end=1196
-  _globals['_TIMINGS']._serialized_start=1198
-  _globals['_TIMINGS']._serialized_end=1307
-  _globals['_TEACHER']._serialized_start=1375
-  _globals['_TEACHER']._serialized_end=1533
+  _globals['_SCOREREQUEST']._serialized_end=1044
+  _globals['_FETCHHEADREQUEST']._serialized_start=1046
+  _globals['_FETCHHEADREQUEST']._serialized_end=1124
+  _globals['_TARGETSPEC']._serialized_start=1127
+  _globals['_TARGETSPEC']._serialized_end=1344
+  _globals['_CHUNK']._serialized_start=1346
+  _globals['_CHUNK']._serialized_end=1431
+  _globals['_TIMINGS']._serialized_start=1433
+  _globals['_TIMINGS']._serialized_end=1542
+  _globals['_TEACHER']._serialized_start=1737
+  _globals['_TEACHER']._serialized_end=1969
 # @@protoc_insertion_point(module_scope)

@@ -11,9 +11,22 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_UNSPECIFIED: _ClassVar[Codec]
     CODEC_TOPK: _ClassVar[Codec]
     CODEC_DENSE: _ClassVar[Codec]
+    CODEC_THRESHOLD: _ClassVar[Codec]
+    CODEC_HIDDEN8: _ClassVar[Codec]
+
+class StateCodec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STATE_CODEC_UNSPECIFIED: _ClassVar[StateCodec]
+    STATE_CODEC_MID4: _ClassVar[StateCodec]
+    STATE_CODEC_MID8: _ClassVar[StateCodec]
 CODEC_UNSPECIFIED: Codec
 CODEC_TOPK: Codec
 CODEC_DENSE: Codec
+CODEC_THRESHOLD: Codec
+CODEC_HIDDEN8: Codec
+STATE_CODEC_UNSPECIFIED: StateCodec
+STATE_CODEC_MID4: StateCodec
+STATE_CODEC_MID8: StateCodec
 
 class DescribeRequest(_message.Message):
     __slots__ = ("wire_version", "include_token_map")
@@ -88,7 +101,7 @@ class Load(_message.Message):
     def __init__(self, queue_tokens: _Optional[int] = ..., queue_requests: _Optional[int] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("wire_version", "request_id", "token_ids", "row_lengths", "position_mask", "target", "expected_weights_fingerprint")
+    __slots__ = ("wire_version", "request_id", "token_ids", "row_lengths", "position_mask", "target", "expected_weights_fingerprint", "candidate_ids", "num_candidates")
     WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +109,8 @@ class ScoreRequest(_message.Message):
     POSITION_MASK_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     wire_version: int
     request_id: str
     token_ids: bytes
@@ -103,19 +118,37 @@ class ScoreRequest(_message.Message):
     position_mask: bytes
     target: TargetSpec
     expected_weights_fingerprint: str
-    def __init__(self, wire_version: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., row_lengths: _Optional[_Iterable[int]] = ..., position_mask: _Optional[bytes] = ..., target: _Optional[_Union[TargetSpec, _Mapping]] = ..., expected_weights_fingerprint: _Optional[str] = ...) -> None: ...
+    candidate_ids: bytes
+    num_candidates: int
+    def __init__(self, wire_version: _Optional[int] = ..., request_id: _Optional[str] = ..., token_ids: _Optional[bytes] = ..., row_lengths: _Optional[_Iterable[int]] = ..., position_mask: _Optional[bytes] = ..., target: _Optional[_Union[TargetSpec, _Mapping]] = ..., expected_weights_fingerprint: _Optional[str] = ..., candidate_ids: _Optional[bytes] = ..., num_candidates: _Optional[int] = ...) -> None: ...
+
+class FetchHeadRequest(_message.Message):
+    __slots__ = ("wire_version", "expected_weights_fingerprint")
+    WIRE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_WEIGHTS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    wire_version: int
+    expected_weights_fingerprint: str
+    def __init__(self, wire_version: _Optional[int] = ..., expected_weights_fingerprint: _Optional[str] = ...) -> None: ...
 
 class TargetSpec(_message.Message):
-    __slots__ = ("codec", "temperature", "top_k", "hidden_layers")
+    __slots__ = ("codec", "temperature", "top_k", "hidden_layers", "num_draws", "seed", "state_codec", "has_all_states")
     CODEC_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAWS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STATE_CODEC_FIELD_NUMBER: _ClassVar[int]
+    HAS_ALL_STATES_FIELD_NUMBER: _ClassVar[int]
     codec: Codec
     temperature: float
     top_k: int
     hidden_layers: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, codec: _Optional[_Union[Codec, str]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_draws: int
+    seed: int
+    state_codec: StateCodec
+    has_all_states: bool
+    def __init__(self, codec: _Optional[_Union[Codec, str]] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., hidden_layers: _Optional[_Iterable[int]] = ..., num_draws: _Optional[int] = ..., seed: _Optional[int] = ..., state_codec: _Optional[_Union[StateCodec, str]] = ..., has_all_states: bool = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("data", "frame_bytes", "timings")

@@ -24,6 +24,11 @@ class TeacherStub(object):
                 request_serializer=distill__wire_dot_v1_dot_teacher__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=distill__wire_dot_v1_dot_teacher__pb2.Chunk.FromString,
                 )
+        self.FetchHead = channel.unary_stream(
+                '/distill_wire.v1.Teacher/FetchHead',
+                request_serializer=distill__wire_dot_v1_dot_teacher__pb2.FetchHeadRequest.SerializeToString,
+                response_deserializer=distill__wire_dot_v1_dot_teacher__pb2.Chunk.FromString,
+                )
 
 
 class TeacherServicer(object):
@@ -45,6 +50,13 @@ class TeacherServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchHead(self, request, context):
+        """The output head, once a run, for exact losses from CODEC_HIDDEN8.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TeacherServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -56,6 +68,11 @@ def add_TeacherServicer_to_server(servicer, server):
             'Score': grpc.unary_stream_rpc_method_handler(
                     servicer.Score,
                     request_deserializer=distill__wire_dot_v1_dot_teacher__pb2.ScoreRequest.FromString,
+                    response_serializer=distill__wire_dot_v1_dot_teacher__pb2.Chunk.SerializeToString,
+            ),
+            'FetchHead': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchHead,
+                    request_deserializer=distill__wire_dot_v1_dot_teacher__pb2.FetchHeadRequest.FromString,
                     response_serializer=distill__wire_dot_v1_dot_teacher__pb2.Chunk.SerializeToString,
             ),
     }
@@ -98,6 +115,23 @@ class Teacher(object):
             metadata=None):
         return grpc.experimental.unary_stream(request, target, '/distill_wire.v1.Teacher/Score',
             distill__wire_dot_v1_dot_teacher__pb2.ScoreRequest.SerializeToString,
+            distill__wire_dot_v1_dot_teacher__pb2.Chunk.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def FetchHead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/distill_wire.v1.Teacher/FetchHead',
+            distill__wire_dot_v1_dot_teacher__pb2.FetchHeadRequest.SerializeToString,
             distill__wire_dot_v1_dot_teacher__pb2.Chunk.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -32,11 +32,6 @@ from tests.support.tiny_models import make_tiny_llama
 SERVICE = "distill_wire.v1.Teacher"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("model"), seed=1)
-
-
 def get(url: str) -> tuple[int, str]:
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
@@ -77,7 +72,7 @@ def test_the_control_plane_tells_alive_ready_metrics_and_identity(folder: Path) 
     assert "teacher_ready 1.0" in metrics
     assert "teacher_tokens_total 3.0" in metrics
     assert 'teacher_model_info{attention_implementation="sdpa"' in metrics
-    assert json.loads(description)["codecs"] == ["topk", "dense"]
+    assert json.loads(description)["codecs"] == ["topk", "dense", "threshold", "hidden8"]
 
 
 def test_health_and_reflection_speak_for_the_service(folder: Path) -> None:

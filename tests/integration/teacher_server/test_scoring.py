@@ -5,7 +5,6 @@ A real server on a socket, a plain client of the wire.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,42 +12,18 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from distill_wire.convert import request_to_proto
 from distill_wire.types import CodecId, ScoreRequest, TargetSpec
 from distill_wire.v1 import teacher_pb2 as pb
+from tests.support.oracle import exact_logprobs
 from tests.support.teacher import Client, RunningTeacher, make_request, running_teacher
 from tests.support.tiny_models import make_number_tokenizer, make_tiny_llama
 
 TOPK = TargetSpec(codec=CodecId.TOPK, top_k=5)
 DENSE = TargetSpec(codec=CodecId.DENSE)
 ROWS = [[5, 9, 11, 3], list(range(3, 40)), [7, 8]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("model"), seed=1)
-
-
-@pytest.fixture(scope="module")
-def teacher(folder: Path) -> Iterator[RunningTeacher]:
-    with running_teacher(folder, dtype="float32", head_chunk_tokens=7) as running:
-        yield running
-
-
-@pytest.fixture
-def client(teacher: RunningTeacher) -> Iterator[Client]:
-    with Client(teacher.url) as connected:
-        yield connected
-
-
-def exact_logprobs(folder: Path, row: list[int], temperature: float = 1.0) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([row])).logits[0, :-1]
-    return (logits / temperature).log_softmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -62,12 +37,15 @@ def test_pbr_10_top_k_carries_full_vocabulary_logprobs_at_the_temperature_asked_
     exact = torch.cat([exact_logprobs(folder, row, temperature) for row in ROWS])
     ids = target.tensors["token_ids"]
     found, tail = target.tensors["logprobs"].double(), target.tensors["tail_logprob"].double()
-    torch.testing.assert_close(found, exact.gather(-1, ids), rtol=0, atol=1e-5)
-    torch.testing.assert_close(ids, exact.topk(5).indices)
+    # Values travel as 254 steps of their range, sums and statistics as float16.
+    kept = exact.gather(-1, ids)
+    step = float((kept.amax(-1) - kept.amin(-1)).max()) / 254
+    torch.testing.assert_close(found, kept, rtol=0, atol=2.1 * step + 1e-3)
+    torch.testing.assert_close(ids, exact.topk(5).indices.sort(-1).values)
     rest = exact.scatter(-1, ids, -torch.inf).logsumexp(-1)
-    torch.testing.assert_close(tail, rest, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tail, rest, rtol=2**-10, atol=2.1 * step + 1e-3)
     entropy = -(exact.exp() * exact).sum(-1)
-    torch.testing.assert_close(target.entropy_N.double(), entropy, rtol=0, atol=1e-5)
+    torch.testing.assert_close(target.entropy_N.double(), entropy, rtol=2**-11, atol=1e-5)
 
 
 def test_only_wanted_positions_are_answered_and_each_is_about_the_next_token(
@@ -81,7 +59,7 @@ def test_only_wanted_positions_are_answered_and_each_is_about_the_next_token(
     exact = exact_logprobs(folder, row)
     assert target.num_positions == 2
     gold = torch.stack([exact[1, 11], exact[4, 21]])
-    torch.testing.assert_close(target.gold_logprob_N.double(), gold, rtol=0, atol=1e-5)
+    torch.testing.assert_close(target.gold_logprob_N.double(), gold, rtol=2**-11, atol=1e-5)
 
 
 def test_pbr_50_a_row_alone_equals_the_row_in_any_batch(client: Client) -> None:
@@ -114,7 +92,7 @@ def test_requests_of_many_clients_with_mixed_codecs_get_their_own_answers(
         exact = torch.cat([exact_logprobs(folder, row) for row in rows])
         gold = torch.tensor([token for row in rows for token in row[1:]])
         expected = exact.gather(-1, gold[:, None]).squeeze(-1)
-        torch.testing.assert_close(target.gold_logprob_N.double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(target.gold_logprob_N.double(), expected, rtol=2**-11, atol=1e-5)
 
 
 def test_an_answer_tells_where_its_time_went(client: Client) -> None:
@@ -280,7 +258,7 @@ def test_pbr_53_a_32_mib_answer_arrives_whole_with_default_settings(tmp_path: Pa
 
     assert target.tensors["logits"].shape == (4096, 4096)  # 32 MiB in 16 bits
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert f"limit {40 << 20}; ask for fewer positions a request, or use codec topk" in (
+    assert f"limit {40 << 20}; ask for fewer positions a request, or another codec" in (
         error.details()
     )
     assert after.num_positions == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from distill_wire.types import ScoreRequest
 from tests.unit.distill_wire.answers import (
     SPECS,
     V,
+    describe,
     encode,
     frame_of,
     make_request,
@@ -28,8 +30,7 @@ from tests.unit.distill_wire.answers import (
     [
         ("topk", "entropy"),
         ("topk", "gold_logprob"),
-        ("topk", "logprobs"),
-        ("topk", "tail_logprob"),
+        ("topk", "tail"),
         ("dense", "entropy"),
         ("dense", "gold_logprob"),
         ("dense", "logits"),
@@ -46,10 +47,12 @@ def test_pbr_23_a_nan_smuggled_into_a_frame_is_corrupt(codec: str, name: str) ->
 
 def test_an_id_outside_the_vocabulary_in_a_frame_is_corrupt() -> None:
     request = make_request(4, SPECS["topk"])
-    frame = frame_of(encode(random_logits(4), SPECS["topk"]), request)
+    logits_NV = random_logits(4)
+    logits_NV[2, V - 1] = 9
+    frame = frame_of(encode(logits_NV, SPECS["topk"]), request)
 
-    with pytest.raises(FrameCorrupt, match=r"the vocabulary has ids 0\.\.[0-9]$"):
-        read(frame, request, vocab_size=5)
+    with pytest.raises(FrameCorrupt, match=r"the vocabulary has ids 0\.\.30$"):
+        read(frame, request, vocab_size=V - 1)
 
 
 BITS = {
@@ -64,7 +67,6 @@ BITS = {
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_pbr_24_bfloat16_is_bit_exact_writable_and_outlives_its_message(kind: type) -> None:
-    # No codec sends bfloat16 yet; the frame and the way to torch and back must hold it.
     request = make_request(2, SPECS["dense"])
     row = torch.tensor(list(BITS.values()), dtype=torch.float64).bfloat16()
     wide_NV = torch.zeros(2, 2 * len(row)).bfloat16()
@@ -89,8 +91,8 @@ def test_pbr_24_an_empty_tensor_keeps_dtype_and_shape() -> None:
     request = make_request(0, SPECS["dense"])
     encoded = {
         "logits": torch.empty(0, V, dtype=torch.float16),
-        "entropy": torch.empty(0),
-        "gold_logprob": torch.empty(0),
+        "entropy": torch.empty(0).half(),
+        "gold_logprob": torch.empty(0).half(),
     }
 
     found = read(frame_of(encoded, request), request).tensors["logits"]
@@ -143,7 +145,7 @@ def test_pbr_16_a_count_that_lies_is_refused_by_the_shapes() -> None:
     request = make_request(3, SPECS["topk"])
     frame = frame_of(encode(random_logits(2), SPECS["topk"]), request)
 
-    with pytest.raises(FrameCorrupt, match=r"entropy is torch.float32 \(2,\), expected .* \(3,\)"):
+    with pytest.raises(FrameCorrupt, match=r"entropy is torch.float16 \(2,\), expected .* \(3,\)"):
         read(frame, request)
 
 
@@ -152,7 +154,7 @@ def test_an_answer_of_other_weights_is_refused_with_both_fingerprints() -> None:
     frame = frame_of(encode(random_logits(3), SPECS["topk"]), request)
 
     with pytest.raises(IdentityMismatch, match="answered by weights w, this run is pinned to w2"):
-        read_target(frame, request, vocab_size=V, weights_fingerprint="w2")
+        read_target(frame, request, replace(describe(), weights_fingerprint="w2"))
 
 
 @pytest.mark.parametrize("key", ["request_id", "codec", "num_positions"])

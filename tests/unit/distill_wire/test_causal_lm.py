@@ -37,8 +37,8 @@ from distill_wire.causal_lm import (
     split_causal_lm,
     transform_logits,
 )
-from distill_wire.targets import encode_positions
 from distill_wire.types import CodecId, LogitTransform, TargetSpec
+from tests.unit.distill_wire.answers import round_trip
 
 V = 48
 CPU = torch.device("cpu")
@@ -318,18 +318,15 @@ def test_pbr_20_padding_rows_of_a_real_head_are_never_kept() -> None:
     model.lm_head.weight[V:] *= 100  # they would win every position
     parts = split_causal_lm(model)
     hidden_ND = parts.trunk(input_ids=torch.arange(20)[None]).last_hidden_state[0]
-    gold_N = torch.arange(1, 21)
+    spec = TargetSpec(codec=CodecId.TOPK, top_k=8)
 
-    encoded = encode_positions(
-        hidden_ND,
-        gold_N,
-        head=head_function(parts, vocab_size=V),
-        spec=TargetSpec(codec=CodecId.TOPK, top_k=8),
-    )
+    decoded = round_trip(
+        hidden_ND, spec, head=head_function(parts, vocab_size=V), vocab_size=V
+    ).tensors
 
     assert parts.head_rows == V + 16
-    assert encoded["token_ids"].max() < V
+    assert decoded["token_ids"].max() < V
     exact_NV = model(input_ids=torch.arange(20)[None]).logits[0, :, :V].double().log_softmax(-1)
-    torch.testing.assert_close(
-        encoded["logprobs"].double(), exact_NV.topk(8).values, rtol=1e-6, atol=1e-5
-    )
+    kept_NK = exact_NV.gather(-1, decoded["token_ids"])
+    assert torch.equal(kept_NK.sort(-1).values, exact_NV.topk(8).values.flip(-1))
+    torch.testing.assert_close(decoded["logprobs"].double(), kept_NK, rtol=0, atol=0.02)

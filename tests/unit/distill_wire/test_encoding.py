@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,16 +12,12 @@ from torch import Tensor
 from distill_wire.codecs import CODECS
 from distill_wire.errors import TeacherFailed
 from distill_wire.frame import read_frame
-from distill_wire.targets import (
-    STATISTICS_BYTES,
-    answer_bytes_bound,
-    decode_target,
-    encode_positions,
-)
+from distill_wire.targets import STATISTICS_BYTES, answer_bytes_bound, decode_target
 from distill_wire.types import CodecId, TargetSpec
 from tests.unit.distill_wire.answers import (
     SPECS,
     V,
+    describe,
     encode,
     frame_of,
     make_request,
@@ -40,8 +38,9 @@ def test_entropy_and_gold_logprob_are_those_of_the_whole_vocabulary(spec: Target
     scaled_NV = (logits_NV.double() / spec.temperature).log_softmax(-1)
     exact_N = -(scaled_NV.exp() * scaled_NV).sum(-1)
     gold_N = logits_NV.double().log_softmax(-1)[:, 1]  # at temperature 1, whatever was asked
-    torch.testing.assert_close(target.entropy_N.double(), exact_N, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(target.gold_logprob_N.double(), gold_N, rtol=1e-6, atol=1e-6)
+    # float16 has 11 significant bits.
+    torch.testing.assert_close(target.entropy_N.double(), exact_N, rtol=2**-11, atol=1e-6)
+    torch.testing.assert_close(target.gold_logprob_N.double(), gold_N, rtol=2**-11, atol=1e-6)
     assert (target.num_positions, target.spec) == (40, spec)
 
 
@@ -49,11 +48,11 @@ def test_entropy_and_gold_logprob_are_those_of_the_whole_vocabulary(spec: Target
 def test_a_framed_answer_is_the_one_of_this_process_bit_for_bit(temperature: float) -> None:
     logits_NV = random_logits(10)
     for codec in CodecId:
-        spec = TargetSpec(codec=codec, top_k=4, temperature=temperature)
+        spec = TargetSpec(codec=codec, top_k=4, num_draws=9, temperature=temperature)
         request = make_request(10, spec)
         encoded = encode(logits_NV, spec)
 
-        here = decode_target(encoded, request, vocab_size=V)
+        here = decode_target(encoded, request, describe())
         there = read(frame_of(encoded, request), request)
 
         assert here.tensors.keys() == there.tensors.keys()
@@ -81,15 +80,15 @@ def test_chunked_encoding_is_unchunked_encoding_bit_for_bit(
 def test_chunking_around_a_real_head_moves_only_its_matmul() -> None:
     torch.manual_seed(0)
     head = torch.nn.Linear(16, V, bias=False)
-    hidden_ND, gold_N = torch.randn(40, 16), torch.arange(40) % V
-    spec = SPECS["topk"]
+    hidden_ND = torch.randn(40, 16)
 
-    whole = encode_positions(hidden_ND, gold_N, head=head, spec=spec)
-    parts = encode_positions(hidden_ND, gold_N, head=head, spec=spec, chunk_tokens=3)
+    whole, parts = (
+        encode(hidden_ND, SPECS["dense"], head=head, vocab_size=V, chunk_tokens=chunk)
+        for chunk in (40, 3)
+    )
 
-    assert torch.equal(parts.pop("token_ids"), whole["token_ids"])
     for name, tensor in parts.items():
-        torch.testing.assert_close(tensor, whole[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(tensor, whole[name], rtol=2**-10, atol=1e-6)
 
 
 @every_codec
@@ -100,8 +99,7 @@ def test_the_head_sees_at_most_the_asked_number_of_positions(spec: TargetSpec) -
         seen.append(len(hidden_ND))
         return hidden_ND
 
-    gold_N = torch.zeros(20, dtype=torch.long)
-    encode_positions(random_logits(20), gold_N, head=head, spec=spec, chunk_tokens=8)
+    encode(random_logits(20), spec, head=head, chunk_tokens=8)
 
     assert seen == [8, 8, 4]
 
@@ -117,39 +115,33 @@ def test_encoding_leaves_the_logits_as_they_were_and_asks_for_no_gradient(spec: 
     assert not any(tensor.requires_grad for tensor in encoded.values())
 
 
-@every_codec
+@pytest.mark.parametrize("name", ["dense", "hidden8"])
 @pytest.mark.parametrize("num_positions", [0, 1, 33])
-def test_a_position_costs_exactly_the_bytes_that_were_announced(
-    spec: TargetSpec, num_positions: int
+def test_a_position_of_fixed_size_costs_exactly_the_bytes_that_were_announced(
+    name: str, num_positions: int
 ) -> None:
+    spec = SPECS[name]
     request = make_request(num_positions, spec)
     frame = frame_of(encode(random_logits(num_positions), spec), request)
 
     framed = sum(tensor.data.nbytes for tensor in read_frame(frame).tensors.values())
 
-    announced = CODECS[spec.codec].bytes_per_position(spec, vocab_size=V)
+    announced = CODECS[spec.codec].bytes_per_position(spec, vocab_size=V, hidden_size=V)
+    assert announced == {"dense": 2 * V, "hidden8": V + 2}[name]
     assert framed == num_positions * (announced + STATISTICS_BYTES)
-
-
-@pytest.mark.parametrize(("name", "per_position"), [("topk", 8 * 5 + 4), ("dense", 2 * V)])
-def test_a_position_costs_what_the_specification_says(name: str, per_position: int) -> None:
-    spec = SPECS[name]
-
-    assert CODECS[spec.codec].bytes_per_position(spec, vocab_size=V) == per_position
 
 
 @every_codec
 @pytest.mark.parametrize("num_positions", [0, 1, 2, 257])
-def test_the_bound_is_never_below_a_real_frame(spec: TargetSpec, num_positions: int) -> None:
+@pytest.mark.parametrize("size", [0.0, 3.0, 30.0])
+def test_the_bound_is_never_below_a_real_frame(
+    spec: TargetSpec, num_positions: int, size: float
+) -> None:
     request = make_request(num_positions, spec, request_id="\N{GRINNING FACE}" * 256)
 
-    frame = frame_of(encode(random_logits(num_positions), spec), request)
+    frame = frame_of(encode(random_logits(num_positions) * size / 3, spec), request)
 
-    bound = answer_bytes_bound(spec, vocab_size=V, num_positions=num_positions)
-    assert len(frame) <= bound
-    # Prefix, longest header, tensors, and a gap before each of 8 tensors and the first byte.
-    per_position = CODECS[spec.codec].bytes_per_position(spec, vocab_size=V) + STATISTICS_BYTES
-    assert bound == 16 + 65_536 + per_position * num_positions + 16 * 9
+    assert len(frame) <= answer_bytes_bound(request, describe())
 
 
 @every_codec
@@ -158,9 +150,7 @@ def test_a_request_without_wanted_positions_has_an_empty_answer(spec: TargetSpec
 
     assert target.num_positions == 0
     assert target.entropy_N.shape == target.gold_logprob_N.shape == (0,)
-    last = {"token_ids": (0, 5), "logprobs": (0, 5), "tail_logprob": (0,), "logits": (0, V)}
-    for name, tensor in target.tensors.items():
-        assert tuple(tensor.shape) == last[name]
+    assert all(len(tensor) == 0 for tensor in target.tensors.values())
 
 
 @every_codec
@@ -171,8 +161,9 @@ def test_pbr_23_a_logit_that_is_no_number_fails_the_teacher_by_position(
     logits_NV = random_logits(20)
     logits_NV[[13, 17], 2] = value
 
-    with pytest.raises(TeacherFailed, match="at 2 of 20 wanted positions, first at row 13 of it"):
-        encode(logits_NV, spec, chunk_tokens=8, name_position="row {} of it".format)
+    message = "at 2 of 20 wanted positions, first at position 13 of row 0"
+    with pytest.raises(TeacherFailed, match=message):
+        encode(logits_NV, spec, chunk_tokens=8)
 
 
 @every_codec
@@ -180,9 +171,7 @@ def test_pbr_23_a_row_without_any_token_fails_the_teacher(spec: TargetSpec) -> N
     logits_NV = random_logits(3)
     logits_NV[1] = -torch.inf
 
-    with pytest.raises(
-        TeacherFailed, match="at 1 of 3 wanted positions, first at wanted position 1"
-    ):
+    with pytest.raises(TeacherFailed, match="at 1 of 3 wanted positions, first at position 1"):
         encode(logits_NV, spec)
 
 
@@ -195,9 +184,10 @@ def test_pbr_23_minus_infinity_survives_and_adds_nothing() -> None:
 
     p = torch.tensor([1.0, 2.0, 3.0]).double().softmax(-1)
     exact = -(p * p.log()).sum().item()
-    assert target.entropy_N.item() == pytest.approx(exact, rel=1e-6)
+    assert target.entropy_N.item() == pytest.approx(exact, rel=2**-11)
     assert target.gold_logprob_N.item() == -torch.inf  # token 1 is masked
-    assert target.tensors["token_ids"][0, :3].tolist() == [6, 5, 4]
+    assert {4, 5, 6} < set(target.tensors["token_ids"][0].tolist())
+    assert target.tensors["best_ids"].tolist() == [6]
     assert target.tensors["logprobs"].isneginf().sum() == 5
     assert target.tensors["tail_logprob"].item() == -torch.inf
     dense = round_trip(logits_NV, SPECS["dense"]).tensors["logits"]
@@ -207,9 +197,9 @@ def test_pbr_23_minus_infinity_survives_and_adds_nothing() -> None:
 @every_codec
 @pytest.mark.parametrize("temperature", [1e-38, 1e-3, 1e30])
 def test_no_temperature_makes_a_sound_teacher_fail(spec: TargetSpec, temperature: float) -> None:
-    spec = TargetSpec(codec=spec.codec, top_k=spec.top_k, temperature=temperature)
+    spec = replace(spec, temperature=temperature)
 
     target = round_trip(random_logits(8) + 500, spec)
 
     expected = np.log(V) if temperature > 1 else 0.0
-    assert target.entropy_N.tolist() == pytest.approx([expected] * 8, abs=1e-5)
+    assert target.entropy_N.tolist() == pytest.approx([expected] * 8, abs=2e-3)

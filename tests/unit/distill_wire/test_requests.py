@@ -128,12 +128,40 @@ def test_a_request_without_wanted_positions_is_a_request() -> None:
     assert request_from_proto(message(position_mask=b"\x00")).num_positions == 0
 
 
-@pytest.mark.parametrize("number", [0, 3, 7, -1, 2**31 - 1])
+@pytest.mark.parametrize("number", [0, 5, 7, -1, 2**31 - 1])
 def test_an_unknown_codec_is_refused_with_the_known_ones(number: int) -> None:
-    text = rf"codec {number} is unknown here; this side knows topk \(1\), dense \(2\)"
+    text = rf"codec {number} is unknown here; this side knows topk \(1\), dense \(2\), "
 
     with pytest.raises(RequestInvalid, match=text):
         request_from_proto(message(target=target(codec=number)))
+
+
+def test_an_unknown_state_codec_is_refused_with_the_known_ones() -> None:
+    text = r"state codec 9 is unknown here; this side knows mid4 \(1\), mid8 \(2\)"
+
+    with pytest.raises(RequestInvalid, match=text):
+        request_from_proto(message(target=target(state_codec=9)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "number", "text"),
+    [(bytes(8), 0, "has 8 bytes, 0 for each"), (bytes(8), 3, "has 8 bytes, 3 for each")],
+)
+def test_candidates_that_are_not_as_many_as_said_are_refused(
+    ids: bytes, number: int, text: str
+) -> None:
+    with pytest.raises(RequestInvalid, match=text):
+        request_from_proto(message(candidate_ids=ids, num_candidates=number))
+
+
+def test_a_layer_named_twice_is_refused() -> None:
+    with pytest.raises(RequestInvalid, match=r"hidden_layers \(3, 3\) names a layer twice"):
+        request_from_proto(message(target=target(hidden_layers=[3, 3])))
+
+
+def test_threshold_without_draws_is_refused() -> None:
+    with pytest.raises(RequestInvalid, match="codec threshold needs num_draws >= 2, got 0"):
+        request_from_proto(message(target=target(codec=3)))
 
 
 def test_a_request_without_a_target_is_refused() -> None:
@@ -220,6 +248,6 @@ def test_lengths_of_a_value_are_summed_in_64_bits() -> None:
 
 
 def test_codecs_that_this_side_does_not_know_are_left_out_of_a_description() -> None:
-    found = description_from_proto(pb.TeacherDescription(wire_version=1, codecs=[7, 2, 3, 1]))
+    found = description_from_proto(pb.TeacherDescription(wire_version=1, codecs=[7, 2, 5, 1]))
 
     assert found.codecs == (CodecId.DENSE, CodecId.TOPK)

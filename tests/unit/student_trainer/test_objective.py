@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from distill_wire.causal_lm import CausalLMParts
-from distill_wire.targets import TeacherTarget, decode_target, encode_positions
-from distill_wire.types import CodecId, LogitTransform, ScoreRequest, TargetSpec
-from student_trainer.objective import DistillationBatch, ObjectiveConfig, compute_objective
+from distill_wire.head import TeacherHead
+from distill_wire.targets import TeacherTarget
+from distill_wire.types import CodecId, LogitTransform, TargetSpec
+from student_trainer.objective import (
+    DistillationBatch,
+    ObjectiveConfig,
+    StudentStates,
+    compute_objective,
+)
+from tests.unit.distill_wire.answers import round_trip
 
 VOCAB = 64
 
 
 def make_target(teacher_NV: Tensor, spec: TargetSpec) -> TeacherTarget:
     """Send logits through the codec, as any source does."""
-    num_positions = len(teacher_NV)
-    mask = np.array([True] * num_positions + [False])
-    request = ScoreRequest(
-        request_id="unit",
-        token_ids_T=np.zeros(num_positions + 1, np.int32),
-        row_lengths_R=np.array([num_positions + 1], np.int32),
-        position_mask_T=mask,
-        target=spec,
-    )
-    gold = torch.zeros(num_positions, dtype=torch.long)
-    encoded = encode_positions(teacher_NV, gold, head=lambda hidden: hidden, spec=spec)
-    return decode_target(encoded, request, vocab_size=teacher_NV.shape[1])
+    return round_trip(teacher_NV, spec)
 
 
 def loss_of(
@@ -40,6 +35,7 @@ def loss_of(
     num_items: float,
     vocab_size: int = VOCAB,
     alpha_ce: float = 0.0,
+    beta: float = 0.0,
 ) -> dict[str, Tensor]:
     # The "hidden states" are the logits themselves: the head is the identity.
     parts = CausalLMParts(
@@ -54,10 +50,21 @@ def loss_of(
         target=target,
         num_items=num_items,
         config=ObjectiveConfig(
-            alpha_kd=1.0, alpha_ce=alpha_ce, beta=0.0, chunk_positions=3, vocab_size=vocab_size
+            alpha_kd=1.0,
+            alpha_ce=alpha_ce,
+            alpha_hidden=0.0,
+            hidden_loss="mse",
+            layer_map=(),
+            beta=beta,
+            chunk_positions=3,
+            vocab_size=vocab_size,
+        ),
+        teacher_head=TeacherHead(
+            weight_VD=torch.eye(vocab_size), bias_V=None, transform=LogitTransform()
         ),
     )
-    return compute_objective(student_NV[None], parts, batch)
+    states = StudentStates(last_BTD=student_NV[None], layers={}, projections={})
+    return compute_objective(states, parts, batch)
 
 
 def logits_at_kl_from_uniform(kl: float) -> Tensor:
@@ -88,8 +95,8 @@ def test_pbr_01_one_token_of_kl_4_and_seven_of_kl_1_give_11_eighths_however_they
     ]
     (cut_gradient,) = torch.autograd.grad(pieces[0] + pieces[1], cut)
 
-    assert whole.item() == pytest.approx(11 / 8, rel=1e-5)
-    assert (pieces[0] + pieces[1]).item() == pytest.approx(11 / 8, rel=1e-5)
+    assert whole.item() == pytest.approx(11 / 8, rel=1e-4)
+    assert (pieces[0] + pieces[1]).item() == pytest.approx(whole.item(), rel=1e-6)
     torch.testing.assert_close(cut_gradient, gradient, rtol=0, atol=1e-6)
 
 
@@ -100,8 +107,8 @@ def test_pbr_05_the_mixed_loss_at_temperature_2_carries_the_square_once() -> Non
 
     outputs = loss_of(student, make_target(teacher, spec), num_items=1, vocab_size=3, alpha_ce=0.5)
 
-    assert outputs["kd_N"].item() == pytest.approx(0.49314, abs=2e-5)
-    assert outputs["loss"].item() == pytest.approx(0.49314 + 0.5 * math.log(3), abs=2e-5)
+    assert outputs["kd_N"].item() == pytest.approx(0.49314, abs=2e-4)
+    assert outputs["loss"].item() == pytest.approx(0.49314 + 0.5 * math.log(3), abs=2e-4)
 
 
 @pytest.mark.parametrize("student_dtype", [torch.float32, torch.bfloat16])
@@ -146,3 +153,53 @@ def test_without_a_teacher_the_loss_is_the_cross_entropy() -> None:
     expected = torch.nn.functional.cross_entropy(student, torch.zeros(5, dtype=torch.long))
     torch.testing.assert_close(outputs["loss"], expected)
     assert "kd_N" not in outputs
+
+
+WHOLE = {
+    "dense": TargetSpec(codec=CodecId.DENSE, temperature=2.0),
+    "hidden8": TargetSpec(codec=CodecId.HIDDEN8, temperature=2.0),
+    "topk": TargetSpec(codec=CodecId.TOPK, top_k=VOCAB - 1, temperature=2.0),
+}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_whole_distribution_gives_the_dense_loss_and_gradient(name: str, beta: float) -> None:
+    torch.manual_seed(0)
+    teacher, student = 2 * torch.randn(12, VOCAB), torch.randn(12, VOCAB, requires_grad=True)
+
+    loss = loss_of(student, make_target(teacher, WHOLE[name]), num_items=12, beta=beta)["loss"]
+    (gradient,) = torch.autograd.grad(loss, student)
+
+    exact = student.detach().double().requires_grad_()
+    p, q = (teacher.double() / 2).log_softmax(-1), (exact / 2).log_softmax(-1)
+    mixture = (beta * p.exp() + (1 - beta) * q.exp()).log()
+    ends = {0.0: (p.exp() * (p - q)), 1.0: (q.exp() * (q - p))}
+    between = beta * p.exp() * (p - mixture) + (1 - beta) * q.exp() * (q - mixture)
+    expected = 4 * ends.get(beta, between).sum() / 12
+    (expected_gradient,) = torch.autograd.grad(expected, exact)
+    # 8 and 11 bits on the wire: a per cent of the gradient.
+    assert loss.item() == pytest.approx(expected.item(), rel=0.01)
+    error = (gradient - expected_gradient).norm() / expected_gradient.norm()
+    assert error < 0.02
+
+
+def test_the_gradient_of_drawn_tokens_is_right_on_average() -> None:
+    torch.manual_seed(0)
+    teacher, student = 2 * torch.randn(12, VOCAB), torch.randn(12, VOCAB, requires_grad=True)
+
+    def gradient(spec: TargetSpec) -> tuple[Tensor, float]:
+        outputs = loss_of(student, make_target(teacher, spec), num_items=12)
+        return torch.autograd.grad(outputs["loss"], student)[0], outputs["loss"].item()
+
+    exact_gradient, exact = gradient(TargetSpec(codec=CodecId.DENSE, temperature=2.0))
+    draws = [
+        gradient(TargetSpec(codec=CodecId.THRESHOLD, num_draws=10, temperature=2.0, seed=seed))
+        for seed in range(256)
+    ]
+
+    single = float(torch.stack([(found - exact_gradient).norm() for found, _ in draws]).mean())
+    mean_error = (torch.stack([found for found, _ in draws]).mean(0) - exact_gradient).norm()
+    assert mean_error < 1.5 * single / 16 + 0.005 * exact_gradient.norm()
+    losses = torch.tensor([loss for _, loss in draws])
+    assert abs(losses.mean() - exact) < 4 * losses.std() / 16 + 0.01 * exact
