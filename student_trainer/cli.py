@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import signal
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 USAGE = """usage: student-trainer COMMAND [options]
 
@@ -25,6 +27,9 @@ USAGE = """usage: student-trainer COMMAND [options]
   demo    a real teacher over gRPC and two FSDP ranks learning from it, on this machine
 
 student-trainer COMMAND --help lists a command's options."""
+
+
+_SPEAK_AFTER_S = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,11 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in commands:
         return _fail(f"command {command!r} is unknown; there are {', '.join(commands)}")
     _set_up_logging()
+    # As Ctrl-C: whoever started other programs ends them on the way out.
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         return commands[command](arguments)
     except KeyboardInterrupt:
         print("student-trainer: interrupted", file=sys.stderr)
         return 130
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _train(arguments: list[str]) -> int:
@@ -86,6 +97,9 @@ def _run_ranks(num_processes: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     # One thread a rank is torchrun's own default; on CPUs the ranks share the cores fairly.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     command = ["-m", "student_trainer", "train", *arguments]
@@ -93,8 +107,10 @@ def _run_ranks(num_processes: int, arguments: list[str]) -> int:
     try:
         run(parse_args([*launcher, *command]))
     except ChildFailedError as exc:
-        code = int(exc.get_first_failure()[1].exitcode)
-        return code if code > 0 else 128 - code
+        rank, failure = exc.get_first_failure()
+        if failure.exitcode > 0:
+            return int(failure.exitcode)
+        return _fail(f"rank {rank} was ended by signal {-failure.exitcode}", code=1)
     except SignalException as exc:
         print(f"student-trainer: ended by signal {int(exc.sigval)}", file=sys.stderr)
         return 128 + int(exc.sigval)
@@ -109,6 +125,11 @@ def _demo(arguments: list[str]) -> int:
     parser.add_argument("--config", type=Path, default=Path("deploy/recipes/demo.yaml"))
     parser.add_argument("--device", default="cpu", help="of teacher and student: cpu or cuda")
     options, overrides = parser.parse_known_args(arguments)
+    if not options.config.is_file():
+        return _fail(
+            f"there is no recipe {options.config}; run from the repository's root, or name one "
+            f"with --config"
+        )
     from student_trainer.demo import run_demo
 
     return run_demo(**vars(options), overrides=overrides)
@@ -146,7 +167,10 @@ def parse_config(types: Sequence[Any], arguments: Sequence[str]) -> tuple[Any, .
     )
     fields = {field.name for kind in types for field in dataclasses.fields(kind) if field.init}
     if known.config is not None:
-        values = yaml.safe_load(known.config.read_text(encoding="utf-8")) or {}
+        try:
+            values = yaml.safe_load(known.config.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as exc:
+            raise ValueError(f"{known.config} is not YAML: {' '.join(str(exc).split())}") from exc
         if not isinstance(values, dict):
             raise ValueError(
                 f"{known.config} holds {type(values).__name__}, expected key: value lines"
@@ -181,6 +205,10 @@ def _set_up_logging() -> None:
     logging.getLogger("student_trainer").setLevel(logging.INFO if is_first else logging.ERROR)
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, *, code: int = 2) -> int:
+    if os.environ.get("RANK", "0") != "0":
+        # Usually all ranks fail alike. Rank 0 says it, torchrun then ends the others; one that
+        # fails alone is still here a little later.
+        time.sleep(_SPEAK_AFTER_S)
     print(f"student-trainer: {message}", file=sys.stderr)
-    return 2
+    return code

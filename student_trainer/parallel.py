@@ -70,7 +70,8 @@ def end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

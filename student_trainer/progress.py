@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tqdm import tqdm
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
 _BESIDE_THE_BAR = {
@@ -36,16 +37,15 @@ class DistillationProgress(ProgressCallback):
         **kwargs: Any,
     ) -> None:
         """Put a step's figures behind the bar, an evaluation's on a line."""
-        if not state.is_world_process_zero or self.training_bar is None or logs is None:
+        if not state.is_world_process_zero or logs is None:
             return
         step_figures = _format(logs, _BESIDE_THE_BAR)
-        if step_figures:
+        if step_figures and self.training_bar is not None:
             self.training_bar.set_postfix_str("  ".join(step_figures), refresh=False)
         eval_figures = _format(logs, _ON_A_LINE)
         if eval_figures:
-            self.training_bar.write(
-                f"held out, step {state.global_step}: {', '.join(eval_figures)}"
-            )
+            # Above whatever bar there is; after training there is none.
+            tqdm.write(f"held out, step {state.global_step}: {', '.join(eval_figures)}")
 
 
 def _format(logs: dict[str, Any], fields: dict[str, tuple[str, str]]) -> list[str]:

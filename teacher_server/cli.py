@@ -14,12 +14,14 @@ import dataclasses
 import logging
 import os
 import sys
+import threading
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from teacher_server.config import ServeConfig
+from teacher_server.scheduling.dispatcher import DEVICE_THREAD
 
 USAGE = """usage: teacher-server COMMAND [options]
 
@@ -92,12 +94,24 @@ def _serve(arguments: list[str]) -> int:
     except PortTaken as exc:
         return _fail(str(exc))
     if fault is None:
+        _leave_if_still_loading()
         return 0
     # What goes wrong before a request was ever taken is what the user asked for.
     if isinstance(fault, ValueError | OSError):
         return _fail(f"{config.model} cannot be served: {_first_line(fault)}")
     logging.getLogger(__name__).critical("the teacher failed", exc_info=fault)
     return 1
+
+
+def _leave_if_still_loading() -> None:
+    """End the process under a device thread that cannot be stopped.
+
+    A signal while the model loads: the interpreter would take torch apart under the thread's
+    feet, and C++ would abort.
+    """
+    if any(thread.name == DEVICE_THREAD for thread in threading.enumerate()):
+        logging.shutdown()
+        os._exit(0)
 
 
 def _health(arguments: list[str]) -> int:

@@ -58,6 +58,10 @@ class ServeConfig:
             raise ValueError(
                 f"dtype must be auto, bfloat16, float16 or float32, got {self.dtype!r}"
             )
+        if self.log_level not in ("debug", "info", "warning", "error"):
+            raise ValueError(
+                f"log_level must be debug, info, warning or error, got {self.log_level!r}"
+            )
         if self.attn_implementation == "eager":
             raise ValueError(
                 "attn_implementation eager holds a [length, length] matrix per head; use sdpa"

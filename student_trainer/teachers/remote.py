@@ -135,7 +135,7 @@ class RemoteTeacher:
     def _wait_until_ready(self) -> TeacherDescription:
         start = time.monotonic()
         connect_by, ready_by = start + self._connect_timeout_s, start + self._ready_timeout_s
-        announced = ""
+        announced, telling = "", ""
         while True:
             try:
                 return self._describe(include_token_map=False)
@@ -147,10 +147,14 @@ class RemoteTeacher:
                     ) from exc
                 state, connect_by = f"waiting for the teacher at {self.url}: {exc}", ready_by
             except TeacherUnreachable as exc:
+                # A name with two addresses fails on both in turn; one where something listens
+                # says more than one where nothing does.
+                if "refused" not in str(exc):
+                    telling = str(exc)
                 if time.monotonic() > connect_by:
                     raise TeacherUnreachable(
                         f"no teacher answered at {self.url} within {self._connect_timeout_s:g} s "
-                        f"(teacher_connect_timeout_s); last error: {exc}; start one with "
+                        f"(teacher_connect_timeout_s); error: {telling or exc}; start one with "
                         f"'teacher-server serve' or correct teacher_url"
                     ) from exc
                 state = f"waiting for a teacher at {self.url}: {exc}"

@@ -19,6 +19,8 @@ from teacher_server.scheduling.queue import Entry, RequestQueue
 
 logger = logging.getLogger(__name__)
 
+DEVICE_THREAD = "teacher-device"
+
 
 class Answered(Protocol):
     """What a scorer gives per request, unless it gives an error."""
@@ -59,7 +61,7 @@ class Dispatcher:
         self._prepare = prepare
         self._on_batch = on_batch
         self._on_fatal = on_fatal
-        self._thread = threading.Thread(target=self._run, name="teacher-device", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=DEVICE_THREAD, daemon=True)
 
     def start(self) -> None:
         """Start the thread."""

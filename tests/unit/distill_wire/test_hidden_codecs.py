@@ -41,7 +41,10 @@ def test_the_rotation_is_the_one_of_the_specification() -> None:
     quarter = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1.0]]) / 2
     states_ND = torch.randn(3, 12)  # blocks of 4: the largest power of two in 12
 
-    expected = (states_ND * signs).view(3, 3, 4) @ quarter
+    r3, r2, r6 = 3**-0.5, 2**-0.5, 6**-0.5
+    across = torch.tensor([[r3, r3, r3], [r2, 0, -r2], [r6, -2 * r6, r6]])  # DCT-II of three blocks
+
+    expected = across @ ((states_ND * signs).view(3, 3, 4) @ quarter)
 
     torch.testing.assert_close(rotate(states_ND), expected.view(3, 12))
 
