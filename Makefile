@@ -16,11 +16,11 @@ LOGGED := >> $(LOG) 2>&1 || { tail -n 40 $(LOG); exit 1; }
 PACKAGES := teacher_server student_trainer protos/distill_wire
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check protos bench clean \
+.PHONY: help setup demo test check protos bench bench-codecs bench-quality clean \
   check-format check-lint check-types check-imports check-stubs check-spelling check-house
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with everything in it; once done, a repeat touches no network
 
@@ -70,6 +70,12 @@ check-house: setup
 
 protos: ## regenerate the protobuf and gRPC stubs
 	$(PYTHON) .ci/stub_drift.py --write
+
+bench-codecs: setup ## measure every codec on a real teacher: bytes, errors, speed
+	$(BIN)/python -m tests.bench.codecs
+
+bench-quality: setup ## train the demo's student with every codec; wants a GPU
+	$(BIN)/python -m tests.bench.quality
 
 bench: setup ## run the benchmarks; leave the machine otherwise idle
 	$(BIN)/python -m pytest tests/bench -m bench -s

@@ -6,6 +6,7 @@ of what is exported and kept in its own file of a checkpoint.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,14 @@ def parse_layer_map(text: str) -> tuple[tuple[int, int | None], ...]:
         ValueError: the text is something else.
     """
     pairs: list[tuple[int, int | None]] = []
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        teacher, colon, student = part.partition(":")
-        if not teacher.isdigit() or (colon and not student.isdigit()):
+    for part in text.split(",") if text.strip() else []:
+        match = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", part, re.ASCII)
+        if match is None:
             raise ValueError(
                 f"hidden_layers holds {part!r}, expected teacher layers such as 8,16 or pairs "
                 f"of teacher and student layers such as 8:5,16:10"
             )
-        pairs.append((int(teacher), int(student) if colon else None))
+        pairs.append((int(match[1]), int(match[2]) if match[2] else None))
     if len({teacher for teacher, _ in pairs}) != len(pairs):
         raise ValueError(f"hidden_layers {text!r} names a teacher layer twice")
     return tuple(pairs)

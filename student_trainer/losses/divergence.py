@@ -59,12 +59,12 @@ def forward_kl(teacher_NB: Tensor, student_NB: Tensor) -> Tensor:
     Returns:
         [N] float32, nats; inf where the student excludes what the teacher allows.
     """
-    return _kl(teacher_NB.float(), student_NB.float())
+    return kl_divergence(teacher_NB.float(), student_NB.float())
 
 
 def reverse_kl(teacher_NB: Tensor, student_NB: Tensor) -> Tensor:
     """KL(student || teacher) per position: sum q (log q - log p). Shapes as `forward_kl`."""
-    return _kl(student_NB.float(), teacher_NB.float())
+    return kl_divergence(student_NB.float(), teacher_NB.float())
 
 
 def generalized_jsd(teacher_NB: Tensor, student_NB: Tensor, *, beta: float) -> Tensor:
@@ -87,7 +87,9 @@ def generalized_jsd(teacher_NB: Tensor, student_NB: Tensor, *, beta: float) -> T
         teacher_NB.clamp_min(_NEGLIGIBLE) + math.log(beta),
         student_NB.clamp_min(_NEGLIGIBLE) + math.log1p(-beta),
     )
-    return beta * _kl(teacher_NB, mixture_NB) + (1 - beta) * _kl(student_NB, mixture_NB)
+    return beta * kl_divergence(teacher_NB, mixture_NB) + (1 - beta) * kl_divergence(
+        student_NB, mixture_NB
+    )
 
 
 def sampled_forward_kl(
@@ -119,7 +121,7 @@ def sampled_forward_kl(
     return (weights_NW * surprisal_NW).sum(-1) - entropy_N
 
 
-def _kl(weight_NB: Tensor, other_NB: Tensor) -> Tensor:
+def kl_divergence(weight_NB: Tensor, other_NB: Tensor) -> Tensor:
     """Sum p (log p - log q) - p + q, which is the KL because both sides sum to 1.
 
     Every term is >= 0, so rounding cannot make the sum negative, and where p and q are

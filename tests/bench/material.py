@@ -50,7 +50,7 @@ def code_rows(*, is_held_out: bool, num_rows: int, length: int) -> Tensor:
     """Take source code of the standard library, int64 [num_rows, length].
 
     Held out are one module in ten, as in the demo's data set. Modules come in an order that mixes
-    packages; each that is long enough gives pieces that do not overlap, at most eight, from its
+    packages; each that is long enough gives pieces that do not overlap, at most 64, from its
     middle on, so that neither licences nor one file of tables fill the rows.
     """
     tokenizer = AutoTokenizer.from_pretrained(teacher_folder())
@@ -59,7 +59,7 @@ def code_rows(*, is_held_out: bool, num_rows: int, length: int) -> Tensor:
         for name, path in list_modules(Path(sysconfig.get_path("stdlib")))
         if (zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0) == is_held_out
     ]
-    pieces_per_module = -(-num_rows // len(chosen)) if is_held_out else 8
+    pieces_per_module = -(-num_rows // len(chosen)) if is_held_out else 64
     rows: list[Tensor] = []
     for _, path in sorted(chosen):
         text = path.read_text(encoding="utf-8", errors="ignore")
@@ -67,7 +67,9 @@ def code_rows(*, is_held_out: bool, num_rows: int, length: int) -> Tensor:
         rows += ids.split(length)[: min(pieces_per_module, len(ids) // length)]
         if len(rows) >= num_rows:
             return torch.stack(rows[:num_rows])
-    raise ValueError(f"the library gives {len(rows)} rows of {length} tokens, not {num_rows}")
+    if is_held_out:
+        raise ValueError(f"the library gives {len(rows)} rows of {length} tokens, not {num_rows}")
+    return torch.stack(rows)
 
 
 def describe(model: Any) -> TeacherDescription:

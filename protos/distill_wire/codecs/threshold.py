@@ -17,7 +17,8 @@ On the wire, about 33 bytes a position at V = 49152 and N = 50:
     `codes`         uint8 per exact entry, log-probability = -code ln(N) / 255
 
 Feeds the forward KL (cross-entropy with soft targets) at the temperature it was drawn for.
-Bound: unbiased but for the rounding of the exact entries, ln(N) / 510 of each at most.
+Bound: unbiased but for the rounding of the exact entries, ln(N) / 510 of each at most, and of
+the others to multiples of 2**-24 / N.
 
 Shapes: N = positions, E = entries, W = most entries of a position.
 Source: Duffield, Lund, Thorup 2007 (priority sampling, JACM 54.6) on threshold sampling;
@@ -40,7 +41,10 @@ from distill_wire.errors import FrameCorrupt, RequestInvalid
 from distill_wire.types import CodecId, TargetSpec
 
 _LARGEST_CODE = 255
-_BLOCK = 256
+_BLOCK = 64
+_ONE = 1 << 24
+"""A draw in units of the running sum: what the 24 bits of a float32 below 1 can say."""
+
 MAX_DRAWS = 4096
 
 
@@ -139,16 +143,17 @@ class ThresholdCodec:
 def _systematic_draws(expected_NV: Tensor, phases_N: Tensor) -> Tensor:
     """Draw where the running sum plus the phase passes an integer, bool [N, V].
 
-    Running sums over 200,000 fp32 numbers would lose the small ones. Inside a block of 256 they
-    do not; sums over blocks are fp64, and only their fractions meet the fp32 ones.
+    In whole numbers, units of 2**-24: a parallel sum of floats need not rise along the
+    vocabulary, and where it falls back over an integer a token is drawn twice. So the number
+    of draws is exact on every device. Blocks of 64 fit int32; sums over blocks are int64.
     """
     vocab_size = expected_NV.shape[-1]
     padded_NV = F.pad(expected_NV, (0, -vocab_size % _BLOCK))
-    within_NKB = padded_NV.unflatten(-1, (-1, _BLOCK)).cumsum(-1)
-    block_NK = within_NKB[..., -1].double()
-    start_NK = block_NK.cumsum(-1) - block_NK + phases_N[:, None]
-    fraction_NK1 = (start_NK - start_NK.floor()).float().unsqueeze(-1)
-    passed_NKB = (within_NKB + fraction_NK1).floor_()
+    units_NKB = (padded_NV * _ONE).round_().int().unflatten(-1, (-1, _BLOCK))
+    within_NKB = units_NKB.cumsum(-1, dtype=torch.int32)
+    block_NK = within_NKB[..., -1].long()
+    start_NK = block_NK.cumsum(-1) - block_NK + (phases_N[:, None] * _ONE).long()
+    passed_NKB = (within_NKB + (start_NK % _ONE).int().unsqueeze(-1)) >> 24
     is_drawn_NKB = torch.empty_like(passed_NKB, dtype=torch.bool)
     # The fraction is below 1, so nothing has passed before a block's first token.
     is_drawn_NKB[..., 0] = passed_NKB[..., 0] > 0

@@ -81,14 +81,25 @@ def test_systematic_draws_are_those_of_a_sequential_sampler() -> None:
     found_NV = _systematic_draws(expected_NV, phases_N)
 
     for row in range(8):
-        total = float(phases_N[row])
-        for token in range(1000):
-            before, total = total, total + float(expected_NV[row, token])
-            # fp32 sums may pass an integer one token earlier or later, at 1e-6 from it.
-            if abs(total - round(total)) > 1e-4 and abs(before - round(before)) > 1e-4:
-                assert bool(found_NV[row, token]) == (math.floor(total) > math.floor(before))
-    counts_N = found_NV.sum(-1)
-    assert ((counts_N - expected_NV.sum(-1)).abs() < 1.001).all()
+        units = [round(float(value) * 2**24) for value in expected_NV[row]]
+        total, drawn = int(float(phases_N[row]) * 2**24), []
+        for token, unit in enumerate(units):
+            if (total + unit) >> 24 > total >> 24:
+                drawn.append(token)
+            total += unit
+        assert found_NV[row].nonzero().squeeze(-1).tolist() == drawn
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_draws_what_the_cpu_draws() -> None:
+    generator = torch.Generator().manual_seed(3)
+    expected_NV = torch.rand(512, 49_152, generator=generator).pow(20)
+    phases_N = torch.rand(512, generator=generator, dtype=torch.float64)
+
+    found_NV = _systematic_draws(expected_NV.cuda(), phases_N.cuda()).cpu()
+
+    assert torch.equal(found_NV, _systematic_draws(expected_NV, phases_N))
 
 
 @pytest.mark.parametrize("vocab_size", [3, 151_936, 262_144])
