@@ -16,7 +16,7 @@ LOGGED := >> $(LOG) 2>&1 || { tail -n 40 $(LOG); exit 1; }
 PACKAGES := teacher_server student_trainer protos/distill_wire
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check protos bench bench-codecs bench-quality clean \
+.PHONY: help setup demo test check protos coverage bench bench-codecs bench-quality clean \
   check-format check-lint check-types check-imports check-stubs check-spelling check-house
 
 help: ## list the targets
@@ -70,6 +70,10 @@ check-house: setup
 
 protos: ## regenerate the protobuf and gRPC stubs
 	$(PYTHON) .ci/stub_drift.py --write
+
+coverage: setup ## require every branch of the wire and the losses to be tested
+	$(BIN)/python -m pytest -q tests/unit/distill_wire tests/unit/student_trainer tests/contract \
+	  tests/property tests/integration/teacher_server/test_signals.py --cov
 
 bench-codecs: setup ## measure every codec on a real teacher: bytes, errors, speed
 	$(BIN)/python -m tests.bench.codecs

@@ -66,7 +66,7 @@ class _ChunkedLoss(torch.autograd.Function):
         values: dict[str, Tensor],
         *parameters: Tensor,
     ) -> Tensor:
-        hidden_grad_ND = torch.empty_like(hidden_ND)
+        hidden_grad_ND = torch.zeros_like(hidden_ND)
         # fp32 sums: a bf16 accumulator would lose the small chunks.
         parameter_grads = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)

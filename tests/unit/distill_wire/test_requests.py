@@ -159,6 +159,18 @@ def test_a_layer_named_twice_is_refused() -> None:
         request_from_proto(message(target=target(hidden_layers=[3, 3])))
 
 
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_that_is_no_unsigned_64_bits_is_refused(seed: int) -> None:
+    with pytest.raises(RequestInvalid, match=r"seed must be in \[0, 2\*\*64\), got"):
+        TargetSpec(codec=CodecId.DENSE, seed=seed)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (3, 0), (3,)])
+def test_candidates_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(RequestInvalid, match="expected at least one for each of 3 wanted"):
+        request(candidate_ids_NC=np.zeros(shape, np.int32))
+
+
 def test_threshold_without_draws_is_refused() -> None:
     with pytest.raises(RequestInvalid, match="codec threshold needs num_draws >= 2, got 0"):
         request_from_proto(message(target=target(codec=3)))

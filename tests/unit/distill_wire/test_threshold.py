@@ -150,6 +150,11 @@ def test_a_number_of_draws_out_of_range_is_refused(num_draws: int) -> None:
         THRESHOLD.check(spec, vocab_size=10)
 
 
+@pytest.mark.parametrize("num_draws", [2, MAX_DRAWS])
+def test_a_number_of_draws_in_range_is_served(num_draws: int) -> None:
+    THRESHOLD.check(threshold(num_draws), vocab_size=10)
+
+
 def decode(tensors: dict[str, Tensor], spec: TargetSpec) -> dict[str, Tensor]:
     description = describe(100)
     return THRESHOLD.decode(

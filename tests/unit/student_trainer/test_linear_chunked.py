@@ -124,3 +124,21 @@ def test_without_gradients_the_value_is_the_same() -> None:
 
     expected, _ = chunked_loss(hidden_ND, arguments, head_parameters=[], chunk_positions=3)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_a_chunk_does_not_use_gets_no_gradient_from_it() -> None:
+    hidden_ND = torch.randn(4, 3, requires_grad=True)
+    used, unused = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+
+    def chunk_loss(hidden_nD: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = used.sum() if rows.start == 0 else (hidden_nD * used).sum()
+        return loss, {"x_N": hidden_nD[:, 0]}
+
+    loss, _ = chunked_loss(hidden_ND, chunk_loss, head_parameters=[used, unused], chunk_positions=2)
+    loss.backward()
+
+    assert hidden_ND.grad is not None and used.grad is not None and unused.grad is not None
+    assert torch.equal(hidden_ND.grad[:2], torch.zeros(2, 3))
+    assert torch.equal(hidden_ND.grad[2:], used.detach().expand(2, 3))
+    torch.testing.assert_close(used.grad, 1 + hidden_ND.detach()[2:].sum(0))
+    assert torch.equal(unused.grad, torch.zeros(3))
