@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 from distill_wire.codecs import LossKind, check_loss, codec_by_name
 from distill_wire.errors import RequestInvalid
 from distill_wire.types import CodecId, StateCodecId, TargetSpec
-from student_trainer.hidden_states import parse_layer_map
-from student_trainer.objective import HIDDEN_LOSSES
+from student_trainer.hidden_states import LayerMap, parse_layer_map
+from student_trainer.objective import HIDDEN_LOSSES, ObjectiveConfig
 
 
 def _option(default: Any, text: str) -> Any:
@@ -161,9 +161,26 @@ class DistillationConfig(TrainingArguments):
         """What it is asked for in evaluation: always at temperature 1."""
         return self._target_spec(self.teacher_eval_codec or self.teacher_codec, 1.0)
 
-    def target_specs(self) -> tuple[TargetSpec, TargetSpec]:
-        """Both."""
-        return self.train_target_spec(), self.eval_target_spec()
+    @property
+    def needs_teacher_head(self) -> bool:
+        """Whether a target is hidden states, which the teacher's head turns into logits."""
+        specs = (self.train_target_spec(), self.eval_target_spec())
+        return any(spec.codec is CodecId.HIDDEN8 for spec in specs)
+
+    def objective_config(
+        self, *, vocab_size: int, layer_map: LayerMap = (), is_evaluation: bool = False
+    ) -> ObjectiveConfig:
+        """What a forward pass minimises; an evaluation measures the forward KL alone."""
+        return ObjectiveConfig(
+            alpha_kd=self.alpha_kd,
+            alpha_ce=self.alpha_ce,
+            alpha_hidden=self.alpha_hidden,
+            hidden_loss=self.hidden_loss,
+            layer_map=() if is_evaluation else layer_map,
+            beta=0.0 if is_evaluation else self.beta,
+            chunk_positions=self.loss_chunk_positions,
+            vocab_size=vocab_size,
+        )
 
     def _target_spec(self, codec_name: str, temperature: float) -> TargetSpec:
         codec = codec_by_name(codec_name)

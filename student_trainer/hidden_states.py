@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from distill_wire.causal_lm import base_causal_lm
+
 ATTRIBUTE = "hidden_projections"
 FILE = "hidden_projections.safetensors"
 
@@ -72,7 +74,7 @@ def layer_map(text: str, *, num_teacher_layers: int, num_student_layers: int) ->
 
 def add_projections(model: Any, pairs: LayerMap, *, teacher_width: int) -> None:
     """Give the student a trainable projection for each layer, if its width differs."""
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = base_causal_lm(model)
     width = causal_lm.config.get_text_config().hidden_size
     if width == teacher_width:
         return

@@ -42,7 +42,6 @@ class StepMetrics:
     sums: dict[str, Tensor | float] = field(default_factory=dict)
     num_steps: int = 0
     started_at: float | None = None
-    reported: set[str] = field(default_factory=set)
 
     def begin_step(self) -> None:
         """Count an optimizer step; the clock runs from the first one after a log."""
@@ -57,7 +56,6 @@ class StepMetrics:
         for name in ("kd", "hidden"):
             if f"{name}_N" in outputs:
                 self._add(name, outputs[f"{name}_N"].sum(dtype=torch.float64))
-                self.reported.add(name)
 
     def add_answer(self, scored: ScoredTarget, *, wait_s: float) -> None:
         """Add one teacher answer and the time it was waited for."""
@@ -86,6 +84,8 @@ class StepMetrics:
         local = torch.tensor([float(self.sums.get(name, 0.0)) for name in _SUMMED])
         total = accelerator.reduce(local.to(self.device), reduction="sum")
         sums = dict(zip(_SUMMED, total.tolist(), strict=True))
+        # Alike on all ranks: the terms are the configuration's.
+        terms = [name for name in ("hidden", "kd") if name in self.sums]
         self.sums, self.num_steps, self.started_at = {}, 0, None
 
         ranks = accelerator.num_processes
@@ -99,7 +99,7 @@ class StepMetrics:
         if sums["rows_without_labels"]:
             logs["rows_without_labels"] = sums["rows_without_labels"]
         if sums["answers"]:
-            logs |= {f"{name}_loss": sums[name] / positions for name in sorted(self.reported)}
+            logs |= {f"{name}_loss": sums[name] / positions for name in terms}
             logs |= {
                 "teacher_entropy": sums["entropy"] / positions,
                 "teacher_wait_s": sums["wait_s"] / ranks / num_steps,

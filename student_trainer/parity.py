@@ -12,7 +12,7 @@ from distill_wire.codecs import CODECS
 from distill_wire.types import TargetSpec
 from student_trainer.collator import DistillationCollator, request_of
 from student_trainer.config import DistillationConfig
-from student_trainer.objective import DistillationBatch, ObjectiveConfig
+from student_trainer.objective import DistillationBatch
 from student_trainer.student_forward import bind_distillation_forward, real_vocab_size
 from student_trainer.teachers.source import ScoredTarget, TeacherSource
 
@@ -60,16 +60,7 @@ def compare_sources(
             gold_ids_N=batch["gold_ids"],
             target=scored.target.to(device),
             num_items=len(batch["positions"]),
-            config=ObjectiveConfig(
-                alpha_kd=args.alpha_kd,
-                alpha_ce=args.alpha_ce,
-                alpha_hidden=0.0,
-                hidden_loss=args.hidden_loss,
-                layer_map=(),
-                beta=args.beta,
-                chunk_positions=args.loss_chunk_positions,
-                vocab_size=real_vocab_size(model, num_tokens),
-            ),
+            config=args.objective_config(vocab_size=real_vocab_size(model, num_tokens)),
             teacher_head=head,
         )
         outputs = model(

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from distill_wire.causal_lm import check_parts, split_causal_lm
+from distill_wire.causal_lm import base_causal_lm, check_parts, split_causal_lm
 from student_trainer.hidden_states import projections_of
 from student_trainer.objective import DistillationBatch, StudentStates, compute_objective
 
@@ -26,7 +24,7 @@ def bind_distillation_forward(model: Any) -> None:
         ValueError: the model cannot be taken apart into trunk and head, or does
             something to its logits that would be skipped.
     """
-    causal_lm: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm = base_causal_lm(model)
     parts = split_causal_lm(causal_lm)
     device = next(causal_lm.parameters()).device
     was_training = causal_lm.training
@@ -54,6 +52,5 @@ def bind_distillation_forward(model: Any) -> None:
 
 def real_vocab_size(model: Any, num_tokens: int) -> int:
     """Give the student's real vocabulary: head rows, or the tokenizer's ids if fewer."""
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head_rows = split_causal_lm(causal_lm).head_rows
+    head_rows = split_causal_lm(base_causal_lm(model)).head_rows
     return min(head_rows, num_tokens) if num_tokens else head_rows

@@ -36,7 +36,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 from distill_wire.handshake import check_vocabulary, token_map_fingerprint, token_map_of
 from distill_wire.head import TeacherHead
 from distill_wire.targets import TeacherTarget
-from distill_wire.types import CodecId, TargetSpec
+from distill_wire.types import TargetSpec
 from student_trainer.collator import ROWS, DistillationCollator
 from student_trainer.config import DistillationConfig
 from student_trainer.evaluation import per_row_sums, summarise
@@ -50,7 +50,7 @@ from student_trainer.hidden_states import (
     without_projections,
 )
 from student_trainer.metrics import StepMetrics
-from student_trainer.objective import DistillationBatch, ObjectiveConfig
+from student_trainer.objective import DistillationBatch
 from student_trainer.parallel import keep_losses_in_fp32, present_cpu_ranks_for_fsdp
 from student_trainer.progress import DistillationProgress
 from student_trainer.student_forward import bind_distillation_forward, real_vocab_size
@@ -149,7 +149,7 @@ class DistillationTrainer(Trainer):
             is_map_checked=self.args.teacher_check_token_map,
         )
         logger.info("teacher at %s: %s", endpoint, description)
-        if CodecId.HIDDEN8 in (spec.codec for spec in self.args.target_specs()):
+        if self.args.needs_teacher_head:
             self._teacher_head = teacher.fetch_head().to(self.args.device)
         if self.args.alpha_hidden > 0:
             self._layer_map = layer_map(
@@ -232,7 +232,6 @@ class DistillationTrainer(Trainer):
         num_items: Tensor | int,
         is_evaluation: bool = False,
     ) -> dict[str, Tensor]:
-        args = self.args
         if target is not None and target.num_positions != len(inputs["positions"]):
             raise ValueError(
                 f"the teacher answered {target.num_positions} positions, the micro-batch has "
@@ -243,15 +242,10 @@ class DistillationTrainer(Trainer):
             gold_ids_N=inputs["gold_ids"],
             target=target,
             num_items=num_items,
-            config=ObjectiveConfig(
-                alpha_kd=args.alpha_kd,
-                alpha_ce=args.alpha_ce,
-                alpha_hidden=args.alpha_hidden,
-                hidden_loss=args.hidden_loss,
-                layer_map=() if is_evaluation else self._layer_map,
-                beta=0.0 if is_evaluation else args.beta,
-                chunk_positions=args.loss_chunk_positions,
+            config=self.args.objective_config(
                 vocab_size=self._vocab_size,
+                layer_map=self._layer_map,
+                is_evaluation=is_evaluation,
             ),
             teacher_head=self._teacher_head,
         )

@@ -42,6 +42,11 @@ class CausalLMParts:
     head_rows: int
 
 
+def base_causal_lm(model: Any) -> Any:
+    """Give the causal LM inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def split_causal_lm(model: Any) -> CausalLMParts:
     """Take a transformers causal LM apart.
 

@@ -125,10 +125,7 @@ def _check_finite(
 ) -> None:
     bad_N = ~values_N.isfinite()
     if bad_N.any():
-        token = int(tokens_N[int(bad_N.nonzero()[0, 0])])
-        ends_R = np.cumsum(request.row_lengths_R)
-        row = int(np.searchsorted(ends_R, token, side="right"))
-        position = token - int(ends_R[row] - request.row_lengths_R[row])
+        row, position = request.place_of(int(tokens_N[int(bad_N.nonzero()[0, 0])]))
         raise TeacherFailed(
             f"the teacher's {what} not finite at {int(bad_N.sum())} of {len(bad_N)} wanted "
             f"positions, first at position {position} of row {row}; nothing was sent"

@@ -164,6 +164,12 @@ class ScoreRequest:
         """Wanted positions, N."""
         return int(self.position_mask_T.sum())
 
+    def place_of(self, token: int) -> tuple[int, int]:
+        """Give row and position within the row of a token, counted over all rows."""
+        ends_R = np.cumsum(self.row_lengths_R)
+        row = int(np.searchsorted(ends_R, token, side="right"))
+        return row, token - int(ends_R[row] - self.row_lengths_R[row])
+
     @property
     def num_candidates(self) -> int:
         """Candidates of each wanted position, C."""

@@ -6,7 +6,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill_wire.handshake import token_map_of
-from distill_wire.types import CodecId
 from student_trainer.config import DistillationConfig
 from student_trainer.teachers.local import LocalTeacher
 from student_trainer.teachers.remote import RemoteTeacher
@@ -34,6 +33,6 @@ def build_teacher(args: DistillationConfig) -> TeacherSource | None:
             device=args.device,
             is_sharded=args.world_size > 1,
             head_chunk_tokens=args.loss_chunk_positions,
-            keeps_head=CodecId.HIDDEN8 in (spec.codec for spec in args.target_specs()),
+            keeps_head=args.needs_teacher_head,
         )
     return None

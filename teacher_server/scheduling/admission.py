@@ -165,9 +165,7 @@ def _check_ids(request: ScoreRequest, *, num_ids: int) -> None:
     if not outside_T.any():
         return
     token = int(np.argmax(outside_T))
-    ends_R = np.cumsum(request.row_lengths_R)
-    row = int(np.searchsorted(ends_R, token, side="right"))
-    position = token - int(ends_R[row] - request.row_lengths_R[row])
+    row, position = request.place_of(token)
     raise RequestInvalid(
         f"row {row} of request {request.request_id} holds token id "
         f"{int(request.token_ids_T[token])} at position {position}, "

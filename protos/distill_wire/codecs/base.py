@@ -60,11 +60,12 @@ class Codec(Protocol):
     """What it may feed; everything else is refused by name."""
 
     def check(self, spec: TargetSpec, *, vocab_size: int) -> None:
-        """Refuse options that cannot be served.
+        """Refuse options that cannot be served; a codec without options allows everything.
 
         Raises:
             RequestInvalid: an option is out of range for this vocabulary.
         """
+        return None
 
     def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int, hidden_size: int) -> int:
         """Tensor bytes one position costs at most; frame header and padding excluded."""
@@ -73,7 +74,8 @@ class Codec(Protocol):
         """Compress a chunk of positions; the tensors of chunks are concatenated."""
 
     def pack(self, tensors: dict[str, Tensor], *, vocab_size: int) -> dict[str, Tensor]:
-        """Turn the concatenated tensors into those that travel."""
+        """Turn the concatenated tensors into those that travel; most are it already."""
+        return tensors
 
     def decode(
         self,

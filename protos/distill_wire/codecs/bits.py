@@ -11,9 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MAX_WIDTH = 24
-"""A number and the bits before it in its first byte fit the 32 bits that are read at once."""
-
 
 def num_bytes(num_bits: int) -> int:
     """Bytes that hold a number of bits."""
@@ -47,7 +44,7 @@ def pack_numbers(numbers_E: Tensor, widths_E: Tensor) -> Tensor:
 
 
 def unpack_numbers(packed_S: Tensor, widths_E: Tensor) -> Tensor:
-    """Read int64 numbers of the given widths; the caller checks that the bytes suffice."""
+    """Read int64 numbers of the given widths, at most 24; the caller checks the bytes suffice."""
     starts_E = widths_E.cumsum(0) - widths_E
     padded_S = torch.cat([packed_S, packed_S.new_zeros(4)]).int()
     first_E = starts_E >> 3

@@ -15,19 +15,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distill_wire.codecs.base import ALL_LOSSES, TeacherScores, check_no_nan, take
+from distill_wire.codecs.base import ALL_LOSSES, Codec, TeacherScores, check_no_nan, take
 from distill_wire.types import CodecId, TargetSpec
 
 
-class DenseCodec:
+class DenseCodec(Codec):
     """`dense`: every logit."""
 
     id = CodecId.DENSE
     name = "dense"
     losses = ALL_LOSSES
-
-    def check(self, spec: TargetSpec, *, vocab_size: int) -> None:
-        """Everything is allowed: the loss applies the temperature."""
 
     def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int, hidden_size: int) -> int:
         """2V."""
@@ -36,10 +33,6 @@ class DenseCodec:
     def encode(self, scores: TeacherScores, spec: TargetSpec) -> dict[str, Tensor]:
         """Round to float16; the temperature is left to the loss, which knows the logits."""
         return {"logits": scores.logits_NV.half()}
-
-    def pack(self, tensors: dict[str, Tensor], *, vocab_size: int) -> dict[str, Tensor]:
-        """Nothing is left to do."""
-        return tensors
 
     def decode(
         self,

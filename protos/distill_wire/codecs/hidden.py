@@ -24,23 +24,28 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distill_wire.codecs.base import ALL_LOSSES, TeacherScores, check_scales, take
-from distill_wire.codecs.quantise import from_int4, from_int8, int4_bytes, int4_from, int8_from
+from distill_wire.codecs.base import ALL_LOSSES, Codec, TeacherScores, check_scales, take
+from distill_wire.codecs.quantise import (
+    GROUP,
+    from_int4,
+    from_int8,
+    int4_bytes,
+    int4_from,
+    int8_from,
+    num_groups,
+)
 from distill_wire.codecs.rotation import rotate, unrotate
 from distill_wire.types import CodecId, StateCodecId, TargetSpec
 
 _NAME = "hidden"
 
 
-class Hidden8Codec:
+class Hidden8Codec(Codec):
     """`hidden8`: the last hidden state, after the final norm."""
 
     id = CodecId.HIDDEN8
     name = "hidden8"
     losses = ALL_LOSSES
-
-    def check(self, spec: TargetSpec, *, vocab_size: int) -> None:
-        """Everything is allowed: the loss applies the temperature."""
 
     def bytes_per_position(self, spec: TargetSpec, *, vocab_size: int, hidden_size: int) -> int:
         """D + 2."""
@@ -49,10 +54,6 @@ class Hidden8Codec:
     def encode(self, scores: TeacherScores, spec: TargetSpec) -> dict[str, Tensor]:
         """Rotate and round."""
         return encode_states(scores.hidden_ND, StateCodecId.MID8, name=_NAME)
-
-    def pack(self, tensors: dict[str, Tensor], *, vocab_size: int) -> dict[str, Tensor]:
-        """Nothing is left to do."""
-        return tensors
 
     def decode(
         self,
@@ -93,9 +94,10 @@ def take_states(
         codes = take(tensors, name, dtype=torch.int8, shape=shape)
         scale_shape = (num_positions, 1)
     else:
-        num_groups = int4_bytes(width) // 18
-        codes = take(tensors, name, dtype=torch.uint8, shape=(num_positions, num_groups * 16))
-        scale_shape = (num_positions, num_groups)
+        groups = num_groups(width)
+        packed_shape = (num_positions, groups * GROUP // 2)
+        codes = take(tensors, name, dtype=torch.uint8, shape=packed_shape)
+        scale_shape = (num_positions, groups)
     scale = take(tensors, f"{name}_scale", dtype=torch.bfloat16, shape=scale_shape)
     check_scales(scale, f"{name}_scale")
     return {name: codes, f"{name}_scale": scale}

@@ -37,8 +37,8 @@ def int4_from(states_ND: Tensor) -> tuple[Tensor, Tensor]:
     A width that is no multiple of GROUP is filled up with zeros.
     """
     padded_ND = F.pad(states_ND, (0, -states_ND.shape[-1] % GROUP))
-    num_groups = padded_ND.shape[-1] // GROUP
-    codes_NG32, scale_NG1 = _codes(padded_ND.unflatten(-1, (num_groups, GROUP)), _INT4_MAX)
+    shape_G32 = (num_groups(states_ND.shape[-1]), GROUP)
+    codes_NG32, scale_NG1 = _codes(padded_ND.unflatten(-1, shape_G32), _INT4_MAX)
     unsigned_ND = (codes_NG32.flatten(-2) + 8).to(torch.uint8)
     return unsigned_ND[..., 0::2] | (unsigned_ND[..., 1::2] << 4), scale_NG1.squeeze(-1)
 
@@ -51,10 +51,14 @@ def from_int4(packed_NE: Tensor, scale_NG: Tensor, *, width: int) -> Tensor:
     return (codes_ND * scale_ND)[..., :width]
 
 
+def num_groups(width: int) -> int:
+    """Groups of a row, G; the last one may be part zeros."""
+    return -(-width // GROUP)
+
+
 def int4_bytes(width: int) -> int:
     """Bytes of one row: codes and scales."""
-    num_groups = -(-width // GROUP)
-    return num_groups * (GROUP // 2 + 2)
+    return num_groups(width) * (GROUP // 2 + 2)
 
 
 def _codes(states: Tensor, largest: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill_wire.codecs.base import LossKind, TeacherScores, take
+from distill_wire.codecs.base import Codec, LossKind, TeacherScores, take
 from distill_wire.codecs.bits import num_bytes, pack_bits, unpack_bits
 from distill_wire.codecs.id_sets import id_sets_bytes_bound, pack_id_sets, unpack_id_sets
 from distill_wire.errors import FrameCorrupt, RequestInvalid
@@ -42,13 +42,14 @@ from distill_wire.types import CodecId, TargetSpec
 
 _LARGEST_CODE = 255
 _BLOCK = 64
-_ONE = 1 << 24
+_ONE_BITS = 24
+_ONE = 1 << _ONE_BITS
 """A draw in units of the running sum: what the 24 bits of a float32 below 1 can say."""
 
 MAX_DRAWS = 4096
 
 
-class ThresholdCodec:
+class ThresholdCodec(Codec):
     """`threshold`: every p >= 1/N, and unbiased draws of the rest."""
 
     id = CodecId.THRESHOLD
@@ -153,7 +154,7 @@ def _systematic_draws(expected_NV: Tensor, phases_N: Tensor) -> Tensor:
     within_NKB = units_NKB.cumsum(-1, dtype=torch.int32)
     block_NK = within_NKB[..., -1].long()
     start_NK = block_NK.cumsum(-1) - block_NK + (phases_N[:, None] * _ONE).long()
-    passed_NKB = (within_NKB + (start_NK % _ONE).int().unsqueeze(-1)) >> 24
+    passed_NKB = (within_NKB + (start_NK % _ONE).int().unsqueeze(-1)) >> _ONE_BITS
     is_drawn_NKB = torch.empty_like(passed_NKB, dtype=torch.bool)
     # The fraction is below 1, so nothing has passed before a block's first token.
     is_drawn_NKB[..., 0] = passed_NKB[..., 0] > 0

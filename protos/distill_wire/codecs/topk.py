@@ -28,7 +28,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distill_wire.codecs.base import ALL_LOSSES, TeacherScores, check_no_nan, check_scales, take
+from distill_wire.codecs.base import (
+    ALL_LOSSES,
+    Codec,
+    TeacherScores,
+    check_no_nan,
+    check_scales,
+    take,
+)
 from distill_wire.codecs.id_sets import id_sets_bytes_bound, pack_id_sets, unpack_id_sets
 from distill_wire.codecs.quantise import round_up_to_bf16
 from distill_wire.errors import FrameCorrupt, RequestInvalid
@@ -38,7 +45,7 @@ _LARGEST_CODE = 254
 _MASKED = 255
 
 
-class TopKCodec:
+class TopKCodec(Codec):
     """`topk`: k best log-probabilities and the log of the remaining mass."""
 
     id = CodecId.TOPK
