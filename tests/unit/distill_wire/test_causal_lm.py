@@ -31,6 +31,7 @@ from transformers import (
 )
 
 from distill_wire.causal_lm import (
+    base_causal_lm,
     check_parts,
     head_function,
     logit_transform_of,
@@ -208,10 +209,10 @@ def test_a_head_with_an_adapter_is_taken_apart(adapter: LoraConfig) -> None:
     model = build(LlamaForCausalLM, LlamaConfig, tie_word_embeddings=False)
     adapted = get_peft_model(model, adapter).eval()
 
-    parts = split_causal_lm(adapted.get_base_model())
+    parts = split_causal_lm(base_causal_lm(adapted))
 
     assert parts.head_rows == V
-    check_parts(adapted.get_base_model(), parts, device=CPU)
+    check_parts(base_causal_lm(adapted), parts, device=CPU)
 
 
 def test_a_trunk_alone_is_refused_by_name() -> None:
