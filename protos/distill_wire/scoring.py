@@ -25,8 +25,8 @@ import xxhash
 from torch import Tensor
 
 from distill_wire.codecs import CODECS
-from distill_wire.codecs.base import TeacherScores
 from distill_wire.codecs.hidden import encode_states
+from distill_wire.codecs.scores import make_scores
 from distill_wire.errors import TeacherFailed
 from distill_wire.types import ScoreRequest
 
@@ -73,25 +73,17 @@ def encode_answer(
     # An empty request still runs one empty chunk, which gives every tensor its shape.
     for start in range(0, max(len(hidden_ND), 1), chunk_tokens):
         rows = slice(start, start + chunk_tokens)
-        logits_NV = head(hidden_ND[rows])
-        logits_NV = logits_NV - logits_NV.amax(-1, keepdim=True)
-        is_plain = spec.temperature == 1.0
-        # One pass over the vocabulary less, and the bits of T = 1 stay those of the logits.
-        scaled_NV = logits_NV if is_plain else logits_NV / spec.temperature
-        logprobs_NV = scaled_NV.log_softmax(-1)
-        scores = TeacherScores(
-            hidden_ND=hidden_ND[rows],
-            logits_NV=logits_NV,
-            logprobs_NV=logprobs_NV,
+        scores = make_scores(
+            hidden_ND[rows],
+            head(hidden_ND[rows]),
+            temperature=spec.temperature,
             phases_N=phases_N[rows],
         )
         chunk = codec.encode(scores, spec)
-        # entr(p) = -p log p is 0 at p = 0, where p * log p would be 0 * -inf = NaN.
-        chunk["entropy"] = torch.special.entr(logprobs_NV.exp()).sum(-1)
-        at_one_NV = logprobs_NV if is_plain else logits_NV.log_softmax(-1)
-        chunk["gold_logprob"] = at_one_NV.gather(-1, gold_ids_N[rows, None]).squeeze(-1).half()
+        chunk["entropy"] = scores.entropy()
+        chunk["gold_logprob"] = scores.gold_logprobs(gold_ids_N[rows]).half()
         if candidates_NC is not None:
-            chunk["candidate_logprobs"] = logprobs_NV.gather(-1, candidates_NC[rows])
+            chunk["candidate_logprobs"] = scores.logprobs_of(candidates_NC[rows])
         for name, tensor in chunk.items():
             parts.setdefault(name, []).append(tensor)
     encoded = {name: torch.cat(tensors) for name, tensors in parts.items()}

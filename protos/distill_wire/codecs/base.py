@@ -1,7 +1,6 @@
 """What every codec can do: say its price and its use, encode on the device, decode and check.
 
-A codec is stateless. It sees the teacher's hidden states and log-probabilities of a few
-hundred positions at a time, after soft-cap and scale and cut to the real vocabulary, and gives
+A codec is stateless. It asks the teacher's scores of a few hundred positions at a time, and gives
 tensors that the caller concatenates over the chunks; `pack` then turns them into what travels.
 
 Shapes: N = positions, V = real tokens, D = width.
@@ -12,12 +11,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from distill_wire.codecs.scores import TeacherScores
 from distill_wire.errors import FrameCorrupt
 from distill_wire.types import CodecId, TargetSpec
 
@@ -31,24 +30,6 @@ class LossKind(enum.Enum):
 
 
 ALL_LOSSES = frozenset(LossKind)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TeacherScores:
-    """What the teacher thinks of some positions, fp32 on its device.
-
-    Attributes:
-        hidden_ND: last hidden states after the final norm, in the teacher's dtype.
-        logits_NV: logits less each row's maximum: no softmax sees the maximum, but fp32
-            rounds by it, 0.002 at 30,000.
-        logprobs_NV: at the requested temperature, over the real tokens.
-        phases_N: float64 in [0, 1), the random number of each position.
-    """
-
-    hidden_ND: Tensor
-    logits_NV: Tensor
-    logprobs_NV: Tensor
-    phases_N: Tensor
 
 
 class Codec(Protocol):

@@ -34,13 +34,15 @@ def unpack_bits(packed_S: Tensor) -> Tensor:
 def pack_numbers(numbers_E: Tensor, widths_E: Tensor) -> Tensor:
     """Write int64 numbers with as many bits as `widths_E` says, each < 2**width."""
     ends_E = widths_E.cumsum(0)
-    total = int(ends_E[-1]) if len(ends_E) else 0
-    bits = torch.zeros(num_bytes(total) * 8, dtype=torch.uint8, device=numbers_E.device)
+    total, widest = (int(ends_E[-1]), int(widths_E.max())) if len(ends_E) else (0, 0)
+    # What a number does not have goes to one place behind the string: to leave it out by a mask
+    # would make a GPU wait at every plane.
+    bits = torch.zeros(total + 1, dtype=torch.uint8, device=numbers_E.device)
     starts_E = ends_E - widths_E
-    for plane in range(int(widths_E.max()) if len(widths_E) else 0):
-        has_bit_E = widths_E > plane
-        bits[starts_E[has_bit_E] + plane] = ((numbers_E[has_bit_E] >> plane) & 1).to(torch.uint8)
-    return pack_bits(bits)
+    for plane in range(widest):
+        place_E = torch.where(widths_E > plane, starts_E + plane, total)
+        bits[place_E] = ((numbers_E >> plane) & 1).to(torch.uint8)
+    return pack_bits(bits[:total])
 
 
 def unpack_numbers(packed_S: Tensor, widths_E: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distill_wire.codecs.base import ALL_LOSSES, Codec, TeacherScores, check_no_nan, take
+from distill_wire.codecs.base import ALL_LOSSES, Codec, check_no_nan, take
+from distill_wire.codecs.scores import TeacherScores
 from distill_wire.types import CodecId, TargetSpec
 
 
@@ -32,7 +33,7 @@ class DenseCodec(Codec):
 
     def encode(self, scores: TeacherScores, spec: TargetSpec) -> dict[str, Tensor]:
         """Round to float16; the temperature is left to the loss, which knows the logits."""
-        return {"logits": scores.logits_NV.half()}
+        return {"logits": scores.centred_NV.half()}
 
     def decode(
         self,

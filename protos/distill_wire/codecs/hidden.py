@@ -24,7 +24,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from distill_wire.codecs.base import ALL_LOSSES, Codec, TeacherScores, check_scales, take
+from distill_wire.codecs.base import ALL_LOSSES, Codec, check_scales, take
 from distill_wire.codecs.quantise import (
     GROUP,
     from_int4,
@@ -35,6 +35,7 @@ from distill_wire.codecs.quantise import (
     num_groups,
 )
 from distill_wire.codecs.rotation import rotate, unrotate
+from distill_wire.codecs.scores import TeacherScores
 from distill_wire.types import CodecId, StateCodecId, TargetSpec
 
 _NAME = "hidden"

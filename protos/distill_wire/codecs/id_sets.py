@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -37,9 +39,12 @@ from distill_wire.codecs.bits import (
 )
 from distill_wire.errors import FrameCorrupt
 
+_SMALLEST = 4
 # Growing buckets for ids in order of frequency; buckets of one size for any other order.
-_GROWING = [(c, j) for c in range(5) for j in (4, 6)]
-_EQUAL = [(15, j) for j in range(4, 15)]
+_GROWING = [(c, j) for c in range(5) for j in (_SMALLEST, 6)]
+_EQUAL = [(15, j) for j in range(_SMALLEST, 15)]
+
+IntArray = npt.NDArray[np.int64]
 
 
 def pack_id_sets(token_ids_E: Tensor, counts_N: Tensor, *, vocab_size: int) -> dict[str, Tensor]:
@@ -54,16 +59,10 @@ def pack_id_sets(token_ids_E: Tensor, counts_N: Tensor, *, vocab_size: int) -> d
         `ids_high` and `ids_low`, uint8.
     """
     device, num_positions, num_entries = token_ids_E.device, len(counts_N), len(token_ids_E)
-
-    def cost(table: tuple[int, int]) -> int:
-        starts_B, widths_B = _buckets(*table, vocab_size, device)
-        low_bits = widths_B[_bucket_of(token_ids_E, starts_B)].sum()
-        return num_positions * len(starts_B) + int(low_bits)
-
-    c, j = min(_GROWING + _EQUAL, key=cost)
+    c, j = _best_table(token_ids_E, num_positions, vocab_size)
     starts_B, widths_B = _buckets(c, j, vocab_size, device)
     bucket_E = _bucket_of(token_ids_E, starts_B)
-    positions_E = torch.repeat_interleave(counts_N)
+    positions_E = torch.repeat_interleave(counts_N, output_size=num_entries)
     entries_E = torch.arange(num_entries, device=device)
     bits = torch.zeros(num_entries + num_positions * len(starts_B), dtype=torch.bool, device=device)
     bits[positions_E * len(starts_B) + bucket_E + entries_E] = True
@@ -147,9 +146,24 @@ def _bucket_of(token_ids_E: Tensor, starts_B: Tensor) -> Tensor:
     return torch.bucketize(token_ids_E, starts_B, right=True) - 1
 
 
+def _best_table(token_ids_E: Tensor, num_positions: int, vocab_size: int) -> tuple[int, int]:
+    """Give the c and j that take the fewest bits."""
+    # Every bucket begins at a multiple of the smallest size, so one histogram prices all tables:
+    # a price each would have to be waited for on a GPU.
+    histogram = torch.bincount(token_ids_E >> _SMALLEST, minlength=(vocab_size >> _SMALLEST) + 1)
+    below = np.concatenate([[0], histogram.cumsum(0).cpu().numpy()])
+
+    def cost(table: tuple[int, int]) -> int:
+        starts, widths = _table(*table, vocab_size)
+        edges = np.append(starts >> _SMALLEST, len(histogram))
+        return num_positions * len(starts) + int((np.diff(below[edges]) * widths).sum())
+
+    return min(_GROWING + _EQUAL, key=cost)
+
+
 @lru_cache(maxsize=128)
-def _buckets(c: int, j: int, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Give first id and width in bits of each bucket, int64 [B]."""
+def _table(c: int, j: int, vocab_size: int) -> tuple[IntArray, IntArray]:
+    """Give first id and width in bits of each bucket."""
     starts: list[int] = []
     widths: list[int] = []
     start, width = 0, j
@@ -161,5 +175,12 @@ def _buckets(c: int, j: int, vocab_size: int, device: torch.device) -> tuple[Ten
             widths.append(width)
             start += 1 << width
         width += 1
+    return np.array(starts, np.int64), np.array(widths, np.int64)
+
+
+@lru_cache(maxsize=128)
+def _buckets(c: int, j: int, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Give the same on a device, int64 [B]."""
     with torch.inference_mode(False):
-        return torch.tensor(starts, device=device), torch.tensor(widths, device=device)
+        starts_B, widths_B = (torch.from_numpy(part) for part in _table(c, j, vocab_size))
+        return starts_B.to(device), widths_B.to(device)

@@ -31,20 +31,16 @@ import math
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from distill_wire.codecs.base import Codec, LossKind, TeacherScores, take
+from distill_wire.codecs.base import Codec, LossKind, take
 from distill_wire.codecs.bits import num_bytes, pack_bits, unpack_bits
 from distill_wire.codecs.id_sets import id_sets_bytes_bound, pack_id_sets, unpack_id_sets
+from distill_wire.codecs.scores import TeacherScores
 from distill_wire.errors import FrameCorrupt, RequestInvalid
 from distill_wire.types import CodecId, TargetSpec
 
 _LARGEST_CODE = 255
-_BLOCK = 64
-_ONE_BITS = 24
-_ONE = 1 << _ONE_BITS
-"""A draw in units of the running sum: what the 24 bits of a float32 below 1 can say."""
 
 MAX_DRAWS = 4096
 
@@ -68,19 +64,15 @@ class ThresholdCodec(Codec):
 
     def encode(self, scores: TeacherScores, spec: TargetSpec) -> dict[str, Tensor]:
         """Select; the phase decides, so nothing here is random."""
-        logprobs_NV = scores.logprobs_NV
-        is_likely_NV = logprobs_NV >= -math.log(spec.num_draws)
-        expected_NV = (logprobs_NV.exp() * spec.num_draws).masked_fill_(is_likely_NV, 0.0)
-        is_drawn_NV = _systematic_draws(expected_NV, scores.phases_N)
-        position_E, token_ids_E = (is_likely_NV | is_drawn_NV).nonzero(as_tuple=True)
-        is_likely_E = is_likely_NV[position_E, token_ids_E]
-        likely_E = logprobs_NV[position_E[is_likely_E], token_ids_E[is_likely_E]]
+        entries = scores.sample(spec.num_draws)
+        is_likely_E = entries.logprobs_E >= -math.log(spec.num_draws)
         step = math.log(spec.num_draws) / _LARGEST_CODE
+        codes_E = (-entries.logprobs_E / step).round().clamp(0, _LARGEST_CODE).to(torch.uint8)
         return {
-            "token_ids": token_ids_E,
-            "counts": torch.bincount(position_E, minlength=len(logprobs_NV)),
+            "token_ids": entries.token_ids_E,
+            "counts": entries.counts_N,
             "is_likely": is_likely_E,
-            "codes": (-likely_E / step).round().clamp(0, _LARGEST_CODE).to(torch.uint8),
+            "codes": codes_E[is_likely_E],
         }
 
     def pack(self, tensors: dict[str, Tensor], *, vocab_size: int) -> dict[str, Tensor]:
@@ -139,24 +131,3 @@ class ThresholdCodec(Codec):
             "weights": weights_NW,
             "best_ids": token_ids_NW.gather(-1, best_N1)[:, 0] if width else counts_N,
         }
-
-
-def _systematic_draws(expected_NV: Tensor, phases_N: Tensor) -> Tensor:
-    """Draw where the running sum plus the phase passes an integer, bool [N, V].
-
-    In whole numbers, units of 2**-24: a parallel sum of floats need not rise along the
-    vocabulary, and where it falls back over an integer a token is drawn twice. So the number
-    of draws is exact on every device. Blocks of 64 fit int32; sums over blocks are int64.
-    """
-    vocab_size = expected_NV.shape[-1]
-    padded_NV = F.pad(expected_NV, (0, -vocab_size % _BLOCK))
-    units_NKB = (padded_NV * _ONE).round_().int().unflatten(-1, (-1, _BLOCK))
-    within_NKB = units_NKB.cumsum(-1, dtype=torch.int32)
-    block_NK = within_NKB[..., -1].long()
-    start_NK = block_NK.cumsum(-1) - block_NK + (phases_N[:, None] * _ONE).long()
-    passed_NKB = (within_NKB + (start_NK % _ONE).int().unsqueeze(-1)) >> _ONE_BITS
-    is_drawn_NKB = torch.empty_like(passed_NKB, dtype=torch.bool)
-    # The fraction is below 1, so nothing has passed before a block's first token.
-    is_drawn_NKB[..., 0] = passed_NKB[..., 0] > 0
-    torch.gt(passed_NKB[..., 1:], passed_NKB[..., :-1], out=is_drawn_NKB[..., 1:])
-    return is_drawn_NKB.flatten(-2)[:, :vocab_size]

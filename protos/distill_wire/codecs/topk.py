@@ -31,13 +31,13 @@ from torch import Tensor
 from distill_wire.codecs.base import (
     ALL_LOSSES,
     Codec,
-    TeacherScores,
     check_no_nan,
     check_scales,
     take,
 )
 from distill_wire.codecs.id_sets import id_sets_bytes_bound, pack_id_sets, unpack_id_sets
 from distill_wire.codecs.quantise import round_up_to_bf16
+from distill_wire.codecs.scores import TeacherScores
 from distill_wire.errors import FrameCorrupt, RequestInvalid
 from distill_wire.types import CodecId, TargetSpec
 
@@ -66,12 +66,9 @@ class TopKCodec(Codec):
 
     def encode(self, scores: TeacherScores, spec: TargetSpec) -> dict[str, Tensor]:
         """Keep the k most likely ids, sorted by id; log-probabilities are over all V."""
-        kept_NK, token_ids_NK = scores.logprobs_NV.topk(spec.top_k, dim=-1)
+        kept_NK, token_ids_NK, rest_N = scores.top(spec.top_k)
         best_N1 = kept_NK[:, :1]
-        # The tail is summed, not taken as 1 - kept: that difference cancels to noise
-        # once the kept mass passes 1 - 1e-7, the spacing of float32 at 1.
-        rest_NV = scores.logprobs_NV.scatter(-1, token_ids_NK, -torch.inf)
-        tail_N1 = rest_NV.logsumexp(-1, keepdim=True) - best_N1
+        tail_N1 = rest_N[:, None] - best_N1
         below_NK = best_N1 - kept_NK
         is_masked_NK = below_NK == torch.inf
         range_N1 = below_NK.masked_fill(is_masked_NK, 0.0).amax(-1, keepdim=True)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from distill_wire.codecs import CODECS
-from distill_wire.codecs.threshold import MAX_DRAWS, _systematic_draws
+from distill_wire.codecs.scores import systematic_draws
+from distill_wire.codecs.threshold import MAX_DRAWS
 from distill_wire.errors import FrameCorrupt, RequestInvalid
 from distill_wire.scoring import phases_of
 from distill_wire.types import CodecId, ScoreRequest, TargetSpec
@@ -73,12 +74,12 @@ def test_likely_tokens_are_kept_in_every_draw_within_half_a_step() -> None:
         assert set(drawn.unique().tolist()) <= {0.0, float(np.float32(1 / 30))}
 
 
-def test_systematic_draws_are_those_of_a_sequential_sampler() -> None:
+def testsystematic_draws_are_those_of_a_sequential_sampler() -> None:
     generator = torch.Generator().manual_seed(3)
     expected_NV = torch.rand(8, 1000, generator=generator).pow(8)
     phases_N = torch.rand(8, generator=generator, dtype=torch.float64)
 
-    found_NV = _systematic_draws(expected_NV, phases_N)
+    found_NV = systematic_draws(expected_NV, phases_N)
 
     for row in range(8):
         units = [round(float(value) * 2**24) for value in expected_NV[row]]
@@ -97,9 +98,9 @@ def test_a_gpu_draws_what_the_cpu_draws() -> None:
     expected_NV = torch.rand(512, 49_152, generator=generator).pow(20)
     phases_N = torch.rand(512, generator=generator, dtype=torch.float64)
 
-    found_NV = _systematic_draws(expected_NV.cuda(), phases_N.cuda()).cpu()
+    found_NV = systematic_draws(expected_NV.cuda(), phases_N.cuda()).cpu()
 
-    assert torch.equal(found_NV, _systematic_draws(expected_NV, phases_N))
+    assert torch.equal(found_NV, systematic_draws(expected_NV, phases_N))
 
 
 @pytest.mark.parametrize("vocab_size", [3, 151_936, 262_144])
